@@ -12,14 +12,14 @@ from benchmarks.survival import Run, compared, merge, whole_of
 from octavo.entrypoints.anthropic.answer_blocks import MessageBuilder
 from octavo.entrypoints.anthropic.messages_protocol import MessagesRequest
 from octavo.entrypoints.chat.answer_reader import TextDelta
-from octavo.entrypoints.chat.chat_run import Progress
+from octavo.entrypoints.chat.chat_run import AnswerPart
 
 
 def message(num_prompt_tokens: int, num_cached_tokens: int) -> tuple[Any, Any]:
     """What is compared of an answer to `/v1/messages`: of its stream, and of the whole one."""
     body = MessagesRequest(model="m", messages=[{"role": "user", "content": "Hi"}], max_tokens=5)
     builder = MessageBuilder(body, "msg_1", "m")
-    progress = Progress(
+    progress = AnswerPart(
         deltas=[TextDelta("Hello")], token_ids=[1], logprobs=None, finish_reason="stop", stop_reason=None,
         num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_cached_tokens, num_tokens=1, num_reasoning_tokens=0,
     )  # fmt: skip

@@ -24,7 +24,7 @@ import pytest
 
 from octavo.config import MediaConfig
 from octavo.entrypoints.chat.answer_reader import AnswerFormat
-from octavo.entrypoints.chat.chat_run import ChatRun
+from octavo.entrypoints.chat.chat_run import ChatPrompt
 from octavo.entrypoints.http.server_args import ServerArgs
 from octavo.entrypoints.http.server_state import PreparedPrompt
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
@@ -285,15 +285,13 @@ def test_files_of_so_many_requests_are_held_at_once(monkeypatch: pytest.MonkeyPa
             args=ServerArgs(),
         )  # fmt: skip
         resumable: Any = SimpleNamespace()
-        made.extend(ChatRun(body, state, SamplingParams()) for _ in range(3))
+        made.extend(ChatPrompt(body, state, SamplingParams()) for _ in range(3))
         for one in made:
-            monkeypatch.setattr(one, "_render_and_choose_format", lambda media_files: (unread, AnswerFormat()))
-        assert (
-            await asyncio.gather(*(one.prepare_outputs("a", None, resumable) for one in made))
-            == [(prompt, "outputs")] * 3
-        )
+            monkeypatch.setattr(one, "_render_and_choose_format", lambda history, media_files: (unread, AnswerFormat()))
+        answers = await asyncio.gather(*(one.submit("a", resumable) for one in made))
+        assert [(one.prompt, one.outputs) for one in answers] == [(prompt, "outputs")] * 3
 
-    made: list[ChatRun] = []
+    made: list[ChatPrompt] = []
     asyncio.run(run())
     assert events == ["fetched", "decoded"] * 3
     assert [files() for files in fetched] == [None] * 3

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.entrypoints.anthropic.messages_protocol import MessagesRequest
 from octavo.entrypoints.chat.answer_reader import CallDelta, Delta, ReasoningDelta, TextDelta
-from octavo.entrypoints.chat.chat_run import Progress
+from octavo.entrypoints.chat.chat_run import AnswerPart
 
 Event = dict[str, Any]
 
@@ -37,18 +37,18 @@ class MessageBuilder:
             "usage": {},
         }
 
-    def add(self, progress: Progress) -> list[Event]:
-        """Return the events that `progress` adds."""
+    def add(self, part: AnswerPart) -> list[Event]:
+        """Return the events that `part` adds."""
         events: list[Event] = []
         if not self.message["usage"]:
-            self.message["usage"] = _usage(progress)
+            self.message["usage"] = _usage(part)
             none = {"output_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
             start = {**self.message, "content": [], "usage": self.message["usage"] | none}
             events.append({"type": "message_start", "message": start})
-        for delta in progress.deltas:
+        for delta in part.deltas:
             events += self._add_delta(delta)
-        if progress.finish_reason is not None:
-            events += self._finish(progress)
+        if part.finish_reason is not None:
+            events += self._finish(part)
         return events
 
     def _add_delta(self, delta: Delta) -> list[Event]:
@@ -98,24 +98,24 @@ class MessageBuilder:
             block["input"] = _object(self._arguments)
         return [*events, {"type": "content_block_stop", "index": self._index}]
 
-    def _finish(self, progress: Progress) -> list[Event]:
-        reason, sequence = self._stop_reason(progress)
-        usage = _usage(progress)
+    def _finish(self, part: AnswerPart) -> list[Event]:
+        reason, sequence = self._stop_reason(part)
+        usage = _usage(part)
         self.message |= {"stop_reason": reason, "stop_sequence": sequence, "usage": usage}
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return [*self._close(), {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
 
-    def _stop_reason(self, progress: Progress) -> tuple[str, str | None]:
-        match progress.finish_reason:
+    def _stop_reason(self, part: AnswerPart) -> tuple[str, str | None]:
+        match part.finish_reason:
             case "tool_calls":
                 return "tool_use", None
             case "length":
-                fits = progress.num_tokens >= self._max_tokens
+                fits = part.num_tokens >= self._max_tokens
                 return "max_tokens" if fits else "model_context_window_exceeded", None
             case "abort":  # the request ran out of time
                 return "pause_turn", None
-        if isinstance(progress.stop_reason, str) and progress.stop_reason in self._stops:
-            return "stop_sequence", progress.stop_reason
+        if isinstance(part.stop_reason, str) and part.stop_reason in self._stops:
+            return "stop_sequence", part.stop_reason
         return "end_turn", None
 
     def _delta(self, delta: dict[str, Any]) -> Event:
@@ -126,14 +126,14 @@ class MessageBuilder:
         return len(self.message["content"]) - 1
 
 
-def _usage(progress: Progress) -> dict[str, Any]:
+def _usage(part: AnswerPart) -> dict[str, Any]:
     """Return Anthropic's usage. Input tokens are only the computed ones; cached tokens are counted separately."""
     return {
-        "input_tokens": progress.num_prompt_tokens - progress.num_cached_tokens,
+        "input_tokens": part.num_prompt_tokens - part.num_cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": progress.num_cached_tokens,
-        "output_tokens": progress.num_tokens,
-        "output_tokens_details": {"thinking_tokens": progress.num_reasoning_tokens},
+        "cache_read_input_tokens": part.num_cached_tokens,
+        "output_tokens": part.num_tokens,
+        "output_tokens_details": {"thinking_tokens": part.num_reasoning_tokens},
     }
 
 

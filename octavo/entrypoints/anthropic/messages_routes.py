@@ -13,7 +13,7 @@ from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.anthropic.answer_blocks import MessageBuilder
 from octavo.entrypoints.anthropic.messages_protocol import CountTokensRequest, MessagesRequest
 from octavo.entrypoints.anthropic.to_chat import NAMES, to_chat
-from octavo.entrypoints.chat.chat_run import ChatRun, Progress
+from octavo.entrypoints.chat.chat_run import AnswerPart, ChatPrompt
 from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.entrypoints.http.error_responses import error_body, error_fields
 from octavo.entrypoints.http.request_headers import HEADERS
@@ -62,22 +62,21 @@ async def _answer(body: MessagesRequest, raw: Request) -> Response:
     model = state.resolve_model(body.model)
     params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
     # Agents send an effort to any model, as they do `thinking`.
-    run = ChatRun(chat, state, params, clamps_max_tokens=True, ignores_unknown_effort=True)
+    prompt = ChatPrompt(chat, state, params, clamps_max_tokens=True, ignores_unknown_effort=True)
     message_id = f"msg_{raw.scope[HEADERS].request_id}"
     resumable = ResumableStream(raw, params, body.resume, message_id, int(time.time()), can_be=bool(body.stream))
     builder = MessageBuilder(body, resumable.id, model)
 
-    def write(part: Progress) -> bytes:
+    def write(part: AnswerPart) -> bytes:
         events = b"".join(map(named_event, builder.add(part)))
         return resumable.shown(events, part.token_ids, is_last=part.finish_reason is not None)
 
-    sink = run.make_sink(write) if body.stream else None
-    prompt, outputs = await run_until_disconnect(run.prepare_outputs(resumable.id, sink, resumable), raw.receive)
-    progress = run.progress(outputs)
+    submitting = prompt.submit(resumable.id, resumable, write=write if body.stream else None)
+    answers = await run_until_disconnect(submitting, raw.receive)
     if body.stream:
-        headers = resumable.headers(len(prompt.token_ids))
-        return _MessageStream(_stream(write, progress, resumable), headers, sink)
-    return JSONResponse(await run_until_disconnect(_collect(builder, progress), raw.receive))
+        headers = resumable.headers(len(answers.prompt.token_ids))
+        return _MessageStream(_stream(write, answers.parts(), resumable), headers, answers.sink)
+    return JSONResponse(await run_until_disconnect(_collect(builder, answers.parts()), raw.receive))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -87,21 +86,21 @@ async def count_tokens(body: CountTokensRequest, raw: Request) -> TokenCount:
     state.resolve_model(body.model)
     with NAMES.in_errors():
         chat = await run_off_loop(lambda: to_chat(body), length=num_body_bytes())
-        run = ChatRun(chat, state, chat.to_sampling_params({}), ignores_unknown_effort=True)
-        return TokenCount(input_tokens=await run.count_tokens(num_body_bytes()))
+        prompt = ChatPrompt(chat, state, chat.to_sampling_params({}), ignores_unknown_effort=True)
+        return TokenCount(input_tokens=await prompt.count_tokens(num_body_bytes()))
 
 
-async def _collect(builder: MessageBuilder, progress: AsyncGenerator[Progress, None]) -> dict[str, Any]:
-    async for part in progress:
+async def _collect(builder: MessageBuilder, parts: AsyncGenerator[AnswerPart, None]) -> dict[str, Any]:
+    async for part in parts:
         builder.add(part)
     return builder.message
 
 
 async def _stream(
-    write: Callable[[Progress], bytes], progress: AsyncGenerator[Progress, None], resumable: ResumableStream
+    write: Callable[[AnswerPart], bytes], parts: AsyncGenerator[AnswerPart, None], resumable: ResumableStream
 ) -> AsyncGenerator[bytes, None]:
     try:
-        async for part in progress:
+        async for part in parts:
             if shown := write(part):
                 yield shown
     except Exception as error:
@@ -110,4 +109,4 @@ async def _stream(
         event = b"event: error\ndata: " + error_body(**error_fields(error)) + b"\n\n"
         yield resumable.before_error(error) + event
     finally:
-        await progress.aclose()
+        await parts.aclose()

@@ -45,29 +45,28 @@ def can_recall(body: ChatCompletionRequest) -> bool:
 
 
 class AnswerRecall:
-    """The answers in one conversation. Call `load` first, then `recall` with the rendered prompt, then
-    `remember_outputs` with the outputs."""
+    """The answers in one conversation. `load` makes it; `recall` comes before `remember_outputs`."""
 
-    def __init__(self, memory: AnswerMemory, body: ChatCompletionRequest, state: ServerState) -> None:
+    def __init__(
+        self, memory: AnswerMemory, body: ChatCompletionRequest, state: ServerState, keys: list[bytes]
+    ) -> None:
         self._memory, self._body, self._state = memory, body, state
-        self._message_keys: list[bytes] = []  # by number of messages, from one on; set by `load`
-        self._prompt_text = (0, b"")  # length and digest of the rendered prompt; set by `recall`, as the next one
-        self.recalled: Recalled | None = None  # the prompt with the tokens of an earlier answer
+        self._message_keys = keys  # by number of messages, from one on
+        self._prompt_text: tuple[int, bytes] | None = None  # length and digest of the rendered prompt; set by `recall`
+        self.recalled: Recalled | None = None  # the prompt with the tokens of an earlier answer; set by `recall`
 
-    async def load(self) -> None:
+    @classmethod
+    async def load(cls, memory: AnswerMemory, body: ChatCompletionRequest, state: ServerState) -> AnswerRecall:
         """Read the answers in the history that only the store has. If this fails they are not recalled."""
-        body = self._body
-        self._message_keys = await run_off_loop(
-            lambda: message_keys(body.messages, body.cache_salt), length=num_body_bytes()
-        )
-        if not self._memory.is_kept:
-            return
-        # An answer is found by the messages before it.
-        before = zip(self._message_keys, body.messages[1:], strict=False)
-        try:
-            await self._memory.load([key for key, message in before if message.role == "assistant"])
-        except RequestError as error:
-            logger.warning("answers in a history are not recalled: %s", error)
+        keys = await run_off_loop(lambda: message_keys(body.messages, body.cache_salt), length=num_body_bytes())
+        if memory.is_kept:
+            # An answer is found by the messages before it.
+            before = zip(keys, body.messages[1:], strict=False)
+            try:
+                await memory.load([key for key, message in before if message.role == "assistant"])
+            except RequestError as error:
+                logger.warning("answers in a history are not recalled: %s", error)
+        return cls(memory, body, state, keys)
 
     def recall(self, prompt: str) -> Recalled | None:
         """Return the tokens of a rendered prompt that begins with an earlier answer, or None. An answer that another
@@ -100,6 +99,7 @@ class AnswerRecall:
             await outputs.aclose()
 
     def _remember(self, prompt: Sequence[int], answer: list[int]) -> None:
+        assert self._prompt_text is not None, "`recall` comes first"
         engine, formats = self._state.engine, self._state.formats
         about = prompt, answer, engine.inputs.eos_token_ids, self._prompt_text, engine.tokenizer, formats
         self._memory.add(remembered(self._message_keys[-1], self.recalled, *about))

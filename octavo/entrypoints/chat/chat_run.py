@@ -1,15 +1,16 @@
-"""One chat request: renders its prompt, submits it, and reads its answers as deltas.
+"""One chat request: `ChatPrompt` renders and submits its prompt, and `ChatAnswers` reads its answers as deltas.
 
-Every API with conversations (chat completions, Responses, Messages) makes a `ChatCompletionRequest` and reads the
-answers with `ChatRun`. The API then only writes the deltas in its own form.
+Every API with conversations (chat completions, Responses, Messages) makes a `ChatCompletionRequest`. The API then only
+writes the deltas in its own form.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 from pydantic import ValidationError
@@ -41,14 +42,9 @@ from octavo.request import Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.structured_output.grammar_builder import WantedGrammar
 
-if TYPE_CHECKING:
-    from octavo.engine.request_stream import Sink
-
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class AnswerPart:
     """What one engine output adds to an answer, and the totals so far."""
 
     deltas: list[Delta]
@@ -70,27 +66,14 @@ class ReadOutput(NamedTuple):
     stop_reason: int | str | None
 
 
-class _ReadingContext(msgspec.Struct, frozen=True):
-    """What readers of the answers need to know. `prepare_outputs` finds it out."""
+class ChatPrompt:
+    """The prompt of one chat request. `submit` and `count_tokens` both
 
-    response_id: str
-    prompt_token_ids: list[int]
-    format: AnswerFormat
-    skips_special_tokens: bool
+    1. load earlier answers of the server and fetch media files (`_history_and_media`),
+    2. render the prompt and choose the answers' format and grammar (`_render_and_choose_format`), in a thread if this
+       takes long.
 
-
-class ChatRun:
-    """One chat request. Call only `count_tokens`, or call in this order:
-
-    1. Optional, before `progress`: `make_sink`, to write chunks without waking the reader task.
-    2. `prepare_outputs`. First it loads earlier answers of the server and fetches media files
-       (`_with_history_and_media`). Then it renders the prompt and chooses the answers' format and grammar
-       (`_render_and_choose_format`), in a thread if this takes long. Reading the first output sends the request to the
-       engine.
-    3. One of: `progress`, for one choice; `read_next`, for each output of each choice.
-
-    The answers are remembered as they end (`AnswerRecall`).
-    """
+    No field changes after `__init__`."""
 
     def __init__(
         self,
@@ -120,100 +103,81 @@ class ChatRun:
         self._checks_calls = checks_calls
         self._refuses_unknown_effort = state.args.unknown_fields == "error" and not ignores_unknown_effort
         self._media_parts = media_of([message.content for message in body.messages])
-        answers = state.answers if not self._media_parts and can_recall(body) else None
-        self._answer_recall = None if answers is None else AnswerRecall(answers, body, state)
-        self._is_used = False
-        self._reading: _ReadingContext | None = None
-        self._readers: dict[int, AnswerReader] = {}  # by index of the choice
-        self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice; none if answers have no reasoning
-        self._num_tokens = 0  # of the outputs read by `progress` and the sink
 
-    async def prepare_outputs(
-        self, response_id: str, sink: Sink | None, resumable: ResumableStream
-    ) -> tuple[Prompt, AsyncGenerator[RequestOutput, None]]:
-        """Check the request. Returns the prompt, and a generator of outputs; reading it for the first time submits the
-        request. `sink` takes outputs as they come: from `make_sink`, or the caller's own. If the prompt has earlier
+    async def submit(
+        self,
+        response_id: str,
+        resumable: ResumableStream,
+        sink: EventSink | None = None,
+        write: Callable[[AnswerPart], bytes] | None = None,
+    ) -> ChatAnswers:
+        """Check the request. Reading the first output of the returned answers sends it to the engine. `sink` takes
+        outputs as they come; `write` is for a new sink that writes the parts of the answer. If the prompt has earlier
         answers, `resumable.recalled_prompt` gets its tokens. Raises `RequestError`."""
-        reading: _ReadingContext | None = None
+        if write is not None:  # no output comes before `answers` are there
+            sink = EventSink(lambda output: b"".join(map(write, answers.parts_of(output))))
+        chosen: AnswerFormat | None = None
 
-        def make_prompt(media_files: Mapping[str, bytes]) -> PreparedPrompt:
-            nonlocal reading
-            made, chosen = self._render_and_choose_format(media_files)
-            skips_special = self._params.skip_special_tokens and not made.shows_special_tokens
-            reading = _ReadingContext(response_id, [], chosen, skips_special)
+        def make_prompt() -> PreparedPrompt:
+            nonlocal chosen
+            made, chosen = self._render_and_choose_format(history, media_files)
             return made
 
-        # A retry with fewer turns (`truncation` "auto") must not keep the last try's prompt.
-        resumable.recalled_prompt = None
         with naming_prompt("messages"):
-            prompt, outputs = await self._with_history_and_media(
-                lambda media_files: self._state.submit(
+            async with self._history_and_media() as (history, media_files):
+                prompt, outputs = await self._state.submit(
                     response_id,
                     self._body,
                     self._params,
-                    partial(make_prompt, media_files),
+                    make_prompt,
                     has_grammar=may_want_grammar(self._body),
                     media=self._media_kinds(),
                     clamps_max_tokens=self._clamps_max_tokens,
                     sink=sink,
                     only_renders=self._only_renders,
                 )
-            )
-        assert reading is not None, "`submit` makes the prompt"
-        self._reading = msgspec.structs.replace(reading, prompt_token_ids=prompt.token_ids)
-        if reading.format.reasoning is not None:
-            outputs = self._count_long_outputs_in_thread(outputs)
-        if self._answer_recall is not None:
-            if (recalled := self._answer_recall.recalled) is not None:
-                resumable.recalled_prompt = recalled.token_ids
-            outputs = self._answer_recall.remember_outputs(prompt, outputs)
-        return prompt, outputs
-
-    async def _count_long_outputs_in_thread(
-        self, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield `outputs`. Before an output with many tokens is yielded, a thread counts its reasoning tokens;
-        `read_next` then skips it. All others, and those that a sink takes, `read_next` counts in the event loop."""
-        try:
-            async for output in outputs:
-                for completion in output.outputs:
-                    if (length := len(completion.token_ids)) > MAX_INLINE_LENGTH:
-                        await run_off_loop(partial(self._count_reasoning, completion), length=length)
-                yield output
-        finally:
-            await outputs.aclose()
+        assert chosen is not None, "`ServerState.submit` makes the prompt"
+        recalled = None if history is None else history.recalled
+        # Also if it is None: a retry with fewer turns (`truncation` "auto") must not keep the last try's prompt.
+        resumable.recalled_prompt = None if recalled is None else recalled.token_ids
+        if history is not None:
+            outputs = history.remember_outputs(prompt, outputs)
+        answers = ChatAnswers(self._state, self._params, resumable, sink, response_id, prompt, chosen, outputs)
+        return answers
 
     async def count_tokens(self, length: int) -> int:
         """Return the number of the prompt's tokens. `length` is the size of the body in bytes: a thread counts long
         bodies. Raises `RequestError`, also for `prompt_embeds`."""
+        async with self._history_and_media() as (history, media_files):
+            count = partial(self._count, history, media_files)
+            return await run_off_loop(count, length=length, media=self._media_kinds())
 
-        def count(media_files: Mapping[str, bytes]) -> int:
-            prepared, _ = self._render_and_choose_format(media_files)
-            if self._answer_recall is not None and self._answer_recall.recalled is not None:
-                return len(self._answer_recall.recalled.token_ids)
-            if not isinstance(prepared.prompt, str):
-                raise RequestError("the tokens of a prompt with prompt_embeds cannot be counted.", param="messages")
-            return self._state.engine.inputs.count(prepared.prompt, prepared.media, prepared.add_special_tokens)
+    def _count(self, history: AnswerRecall | None, media_files: Mapping[str, bytes]) -> int:
+        made, _ = self._render_and_choose_format(history, media_files)
+        if history is not None and history.recalled is not None:
+            return len(history.recalled.token_ids)
+        if not isinstance(made.prompt, str):
+            raise RequestError("the tokens of a prompt with prompt_embeds cannot be counted.", param="messages")
+        return self._state.engine.inputs.count(made.prompt, made.media, made.add_special_tokens)
 
-        return await self._with_history_and_media(
-            lambda media_files: run_off_loop(partial(count, media_files), length=length, media=self._media_kinds())
-        )
-
-    async def _with_history_and_media(self, work: Callable[[Mapping[str, bytes]], Awaitable[T]]) -> T:
-        """Load the server's earlier answers and fetch the media files; then run `work` with the files by URL, and
-        return its result. `media_fetch_slots` limits how many requests hold files in memory. Raises `RequestError`."""
-        assert not self._is_used, "a ChatRun submits or counts, once"
-        self._is_used = True
-        if self._answer_recall is not None:
-            await self._answer_recall.load()
-        media = self._media_parts
+    @asynccontextmanager
+    async def _history_and_media(self) -> AsyncGenerator[tuple[AnswerRecall | None, Mapping[str, bytes]], None]:
+        """Load the server's earlier answers and fetch the media files. Yields the answers, or None if the prompt may
+        not have their tokens, and the files by URL. `media_fetch_slots` limits how many requests hold files in memory:
+        use them only in this context. Raises `RequestError`."""
+        media, history = self._media_parts, None
+        if not media and (memory := self._state.answers) is not None and can_recall(self._body):
+            history = await AnswerRecall.load(memory, self._body, self._state)
         processor = self._state.engine.inputs.media_processor_of(media) if media else None
         if processor is None or not processor.needs_fetching(media):
-            return await work({})
+            yield history, {}
+            return
         async with self._state.media_fetch_slots:
-            return await work(await processor.fetch(media))
+            yield history, await processor.fetch(media)
 
-    def _render_and_choose_format(self, media_files: Mapping[str, bytes]) -> tuple[PreparedPrompt, AnswerFormat]:
+    def _render_and_choose_format(
+        self, history: AnswerRecall | None, media_files: Mapping[str, bytes]
+    ) -> tuple[PreparedPrompt, AnswerFormat]:
         """Return the prompt and the answers' format. May run in a thread. Raises `RequestError`."""
         body, state = self._body, self._state
         # 1. Decode the media.
@@ -229,11 +193,15 @@ class ChatRun:
             body, chosen, state.formats, self._params.structured_outputs, state.engine.inputs.special_tokens, budget
         )
         # 5. Find the tokens of the prompt.
-        made = self._with_known_tokens(prompt, grammar, media)
+        made = self._with_known_tokens(prompt, grammar, media, history)
         return msgspec.structs.replace(made, shows_special_tokens=shows_special_tokens), chosen
 
     def _with_known_tokens(
-        self, prompt: str, grammar: WantedGrammar | None, media: dict[str, list[Any]] | None
+        self,
+        prompt: str,
+        grammar: WantedGrammar | None,
+        media: dict[str, list[Any]] | None,
+        history: AnswerRecall | None,
     ) -> PreparedPrompt:
         """Return the prompt, with the tokens that earlier answers or a resumed stream have for it. Raises
         `RequestError`."""
@@ -241,7 +209,7 @@ class ChatRun:
         # 1. Reuse the tokens of earlier answers, if any are found. Such a prompt has neither media nor embeddings.
         #    `recall` returns None for a stream that is resumed, and without earlier answers; it notes the prompt's text
         #    for `remember_outputs` in any case.
-        if self._answer_recall is not None and (recalled := self._answer_recall.recall(prompt)) is not None:
+        if history is not None and (recalled := history.recall(prompt)) is not None:
             tokens = {"prompt": prompt, "prompt_token_ids": recalled.token_ids}
             return PreparedPrompt(tokens, add_special_tokens=False, grammar=grammar)
         # 2. Or take the prompt of a stream that is resumed.
@@ -289,37 +257,57 @@ class ChatRun:
         processor = self._state.engine.inputs.media_processor_of(media)
         return processor.decode(media, media_files, self._body.cache_salt), processor.placeholders
 
-    def _reading_context(self) -> _ReadingContext:
-        assert self._reading is not None, "`prepare_outputs` comes first"
-        return self._reading
+
+class ChatAnswers:
+    """The answers to a prompt that was submitted. Read them with `parts` if the request has one choice; otherwise read
+    `outputs`, and give each output of a choice to `read_next`."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        params: SamplingParams,
+        resumable: ResumableStream,
+        sink: EventSink | None,
+        response_id: str,
+        prompt: Prompt,
+        answer_format: AnswerFormat,
+        outputs: AsyncGenerator[RequestOutput, None],
+    ) -> None:
+        """`params` are those of the engine's request: `ServerState.submit` may have changed them."""
+        self._state, self._params, self._response_id, self._format = state, params, response_id, answer_format
+        self.resumable, self.sink, self.prompt = resumable, sink, prompt
+        has_reasoning = answer_format.reasoning is not None
+        self.outputs = self._count_long_outputs_in_thread(outputs) if has_reasoning else outputs
+        self._readers: dict[int, AnswerReader] = {}  # by index of the choice
+        self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice; none if answers have no reasoning
+        self._num_tokens = 0  # of the outputs read by `parts_of`
 
     @property
     def has_content_only(self) -> bool:
-        """Whether answers have content only: no reasoning and no calls. Valid after `prepare_outputs`."""
-        return self._reading_context().format.is_plain
+        """Whether answers have content only: no reasoning and no calls."""
+        return self._format.is_plain
 
-    async def progress(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[Progress, None]:
-        """Yield the progress of a request with one choice. `outputs` come from `prepare_outputs`. Closing the generator
-        aborts the request."""
-        assert self._body.num_choices == 1
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Reasoning tokens of all choices and outputs read so far."""
+        return sum(counter.num_tokens for counter in self._counters.values())
+
+    async def parts(self) -> AsyncGenerator[AnswerPart, None]:
+        """Yield the parts of the answer to a request with one choice. Closing the generator aborts the request."""
         try:
-            async for output in outputs:
-                for part in self._progress_of(output):
+            async for output in self.outputs:
+                for part in self.parts_of(output):
                     yield part
         finally:
-            await outputs.aclose()
+            await self.outputs.aclose()
 
-    def make_sink(self, write: Callable[[Progress], bytes]) -> EventSink:
-        """Return a sink for `prepare_outputs` that writes the progress of each output it takes. `progress` yields the
-        rest."""
-        return EventSink(lambda output: b"".join([write(part) for part in self._progress_of(output)]))
-
-    def _progress_of(self, output: RequestOutput) -> Iterator[Progress]:
-        """Yield what an output adds."""
+    def parts_of(self, output: RequestOutput) -> Iterator[AnswerPart]:
+        """Yield what an output adds. A sink gives each output here that it takes; `parts` yields the rest."""
+        assert self._params.num_completions == 1, "the totals are of one answer"
         for completion in output.outputs:
             read = self.read_next(completion)
             self._num_tokens += len(completion.token_ids)
-            yield Progress(
+            yield AnswerPart(
                 deltas=read.deltas,
                 token_ids=completion.token_ids,
                 logprobs=completion.logprobs,
@@ -335,8 +323,7 @@ class ChatRun:
         """Read a choice's next output, or its whole answer. Give each output once, in order."""
         index, is_end = completion.index, completion.finish_reason is not None
         if index not in self._readers:
-            reading = self._reading_context()
-            self._readers[index] = AnswerReader(reading.format, f"{reading.response_id} {index}")
+            self._readers[index] = AnswerReader(self._format, f"{self._response_id} {index}")
         self._count_reasoning(completion)
         reader = self._readers[index]
         reason, stop_reason = completion.finish_reason, completion.stop_reason
@@ -344,26 +331,33 @@ class ChatRun:
         deltas = reader.add(completion.text, is_end=is_end, is_cut=is_cut)
         return ReadOutput(deltas, reader.finish_reason(reason), reader.stop_reason(reason, stop_reason))
 
+    async def _count_long_outputs_in_thread(
+        self, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield `outputs`. Before an output with many tokens is yielded, a thread counts its reasoning tokens;
+        `read_next` then skips it. All others, and those that a sink takes, `read_next` counts in the event loop."""
+        try:
+            async for output in outputs:
+                for completion in output.outputs:
+                    if (length := len(completion.token_ids)) > MAX_INLINE_LENGTH:
+                        await run_off_loop(partial(self._count_reasoning, completion), length=length)
+                yield output
+        finally:
+            await outputs.aclose()
+
     def _count_reasoning(self, completion: CompletionOutput) -> None:
-        """Count the reasoning tokens of a choice's next output. `_count_long_outputs_in_thread` and `read_next` both
-        call this. `ReasoningCounter.count` tells by the object's identity that it has counted it: pass on the objects
-        of the engine, not copies."""
+        """Count the reasoning tokens of a choice's next output, unless they are counted: `ReasoningCounter.count` knows
+        the last output by its identity. So pass on the objects of the engine, not copies."""
         params = self._params
         if (counter := self._counters.get(completion.index)) is None:
-            reading = self._reading_context()
-            if (splitter := reading.format.new_splitter()) is None:
+            if (splitter := self._format.new_splitter()) is None:
                 return
             detokenizer = make_detokenizer(
-                self._state.engine.tokenizer.backend_tokenizer, reading.prompt_token_ids, reading.skips_special_tokens,
+                self._state.engine.tokenizer.backend_tokenizer, self.prompt.token_ids, params.skip_special_tokens,
                 params.spaces_between_special_tokens,
             )  # fmt: skip
             counter = self._counters[completion.index] = ReasoningCounter(splitter, detokenizer)
         counter.count(completion, shows_stop=params.include_stop_str_in_output)
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Reasoning tokens of all choices and outputs read so far."""
-        return sum(counter.num_tokens for counter in self._counters.values())
 
 
 def make_chat(fields: Mapping[str, Any]) -> ChatCompletionRequest:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
+from octavo.entrypoints.chat.chat_run import ChatAnswers
 from octavo.errors import RequestError
 
 T = TypeVar("T")
-Submitted = tuple[AsyncGenerator[Any, None], T]
 
 
 async def submit_last_turns(
-    messages: Sequence[T], roles: Sequence[str], submit: Callable[[Sequence[T], bool], Awaitable[Submitted[Any]]]
-) -> Submitted[Any]:
+    messages: Sequence[T], roles: Sequence[str], submit: Callable[[Sequence[T], bool], Awaitable[ChatAnswers]]
+) -> ChatAnswers:
     """Submit a conversation, leave out as few of its oldest turns as needed, and return the result of `submit`. The
     first system messages and the last turn stay. `submit` takes the messages, and whether they are only a trial, whose
-    result is closed. Raises the `RequestError` of the last turn if even that is too long."""
+    answers are not read. Raises the `RequestError` of the last turn if even that is too long."""
     num_fixed = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
     turns = [i for i, role in enumerate(roles) if i > num_fixed and role == "user"]
 
@@ -32,8 +32,8 @@ async def submit_last_turns(
     while low < high:
         middle = (low + high) // 2
         try:
-            tried, _ = await submit(kept(turns[middle]), True)
-            await tried.aclose()
+            tried = await submit(kept(turns[middle]), True)
+            await tried.outputs.aclose()
             high = middle
         except RequestError as error:
             if error.code != "context_length_exceeded":

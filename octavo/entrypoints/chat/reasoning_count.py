@@ -1,4 +1,4 @@
-"""Counts the tokens of one answer's reasoning, for the usage. `ChatRun` gives it every token, shown or not."""
+"""Counts the tokens of one answer's reasoning, for the usage. `ChatAnswers` gives it every token, shown or not."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
 from octavo.entrypoints.chat.answer_reader import Delta, ReasoningDelta, TextDelta
-from octavo.entrypoints.chat.chat_run import ChatRun
+from octavo.entrypoints.chat.chat_run import ChatAnswers, ChatPrompt
 from octavo.entrypoints.chat.last_turns import submit_last_turns
 from octavo.entrypoints.chat.media_parts import media_of
 from octavo.entrypoints.http.router import Router
@@ -35,7 +35,6 @@ from octavo.entrypoints.openai.stored_chats import keep_chat
 from octavo.entrypoints.openai.tool_choice import NamedToolChoice
 from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, RequestOutput
-from octavo.request import Prompt
 
 router = Router(tags=["OpenAI"])
 
@@ -58,9 +57,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         super().__init__(body, raw, only_renders=only_renders)
         if body.store:  # always a new id: the stored chat is found by it, so clients may not choose it
             self._about["id"] = f"{self.id_prefix}-{uuid.uuid4().hex}"
-        self._chat_run = self._make_chat_run(body)
         self._role = self._state.args.response_role
-        self._prompt_token_ids: list[int] = []
         last = body.messages[-1]
         self._echo = last.text if body.echo and last.role == self._role else ""  # text with which answers begin
         self._prompt_text: str | None = None
@@ -71,51 +68,42 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         self._finish_reason = "abort"
         self._stop_reason: int | str | None = None
 
-    def _make_chat_run(self, body: ChatCompletionRequest) -> ChatRun:
-        clamps = self._truncation is not None
-        return ChatRun(
-            body,
-            self._state,
-            self._params,
-            clamps_max_tokens=clamps,
-            only_renders=self._only_renders,
-            checks_calls=True,
-        )
-
     async def submit(self) -> None:
         messages: Sequence[ChatMessage] = self._body.messages
         last_kept = messages
 
-        async def submit(
-            kept: Sequence[ChatMessage], is_tried: bool
-        ) -> tuple[AsyncGenerator[RequestOutput, None], Prompt]:
+        async def submit(kept: Sequence[ChatMessage], is_tried: bool) -> ChatAnswers:
             nonlocal last_kept
             last_kept = kept
-            if len(kept) < len(messages) or self._params.truncate_prompt_tokens is not None:
-                self._chat_run = self._make_chat_run(self._body.model_copy(update={"messages": kept}))
-            sink = None if is_tried else self._sink
-            prompt, generator = await self._chat_run.prepare_outputs(self._about["id"], sink, self._resumable)
-            return generator, prompt
+            chat = ChatPrompt(
+                self._body if kept is messages else self._body.model_copy(update={"messages": kept}),
+                self._state,
+                self._params,
+                clamps_max_tokens=self._truncation is not None,
+                only_renders=self._only_renders,
+                checks_calls=True,
+            )
+            return await chat.submit(self._about["id"], self._resumable, None if is_tried else self._sink)
 
         if self._truncation != "auto":
-            generator, prompt = await submit(messages, False)
+            self._answers = await submit(messages, False)
         else:
             try:
-                generator, prompt = await submit_last_turns(messages, [one.role for one in messages], submit)
+                self._answers = await submit_last_turns(messages, [one.role for one in messages], submit)
             except RequestError as error:
                 if error.code != "context_length_exceeded" or media_of([one.content for one in last_kept]):
                     raise
                 self._cut_prompt()
-                generator, prompt = await submit(last_kept, False)
-        self._prompt_token_ids = prompt.token_ids
+                self._answers = await submit(last_kept, False)
+        prompt = self._answers.prompt
         if self._body.return_prompt_text:
             is_cut = self._body.truncate_prompt_tokens is not None
             self._prompt_text = await prompt_text(self._state.engine.tokenizer, prompt, is_cut=is_cut)
         self._num_prompt = len(prompt.token_ids)
-        self._generators = [generator]
+        self._generators = [self._answers.outputs]
 
     def _all_prompt_token_ids(self) -> list[list[int]]:
-        return [self._prompt_token_ids]
+        return [self._answers.prompt.token_ids]
 
     async def _collect(self) -> ChatCompletionResponse:
         choices = await self._choices()
@@ -142,8 +130,8 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
     def _choice(self, prompt_index: int, completion: CompletionOutput) -> ChatChoice:
         self._num_completion += len(completion.token_ids)
-        deltas, finish_reason, stop_reason = self._chat_run.read_next(completion)
-        self._num_reasoning = self._chat_run.num_reasoning_tokens
+        deltas, finish_reason, stop_reason = self._answers.read_next(completion)
+        self._num_reasoning = self._answers.num_reasoning_tokens
         return ChatChoice(
             index=completion.index,
             message=assistant_message(self._role, [TextDelta(self._echo), *deltas]),
@@ -159,7 +147,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
             **self._about,
             choices=choices,
             usage=self._usage(),
-            prompt_token_ids=self._prompt_token_ids if self._body.return_token_ids else None,
+            prompt_token_ids=self._answers.prompt.token_ids if self._body.return_token_ids else None,
             prompt_text=self._prompt_text,
         )
         if wants_logprobs:  # set here, so that pydantic does not check each entry
@@ -168,7 +156,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
 
     def _is_plain(self) -> bool:
         body = self._body
-        return self._chat_run.has_content_only and not (
+        return self._answers.has_content_only and not (
             body.logprobs or body.wants_continuous_usage or body.return_token_ids or body.store
         )
 
@@ -190,7 +178,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         delta = b'"delta":' + encode_json({"role": self._role, "content": self._echo})
         prompt = b""
         if self._body.return_token_ids:
-            prompt = b',"prompt_token_ids":' + encode_json(self._prompt_token_ids)
+            prompt = b',"prompt_token_ids":' + encode_json(self._answers.prompt.token_ids)
         if self._prompt_text is not None:
             prompt += b',"prompt_text":' + encode_json(self._prompt_text)
         return writer.choice(index, delta, usage=self._usage_so_far(), chunk_fields=prompt)
@@ -200,9 +188,9 @@ class ChatJob(GenerationJob[ChatCompletionRequest, ChatChoice]):
         is nothing new."""
         logprobs = self._logprobs(completion)
         token_ids = b',"token_ids":' + encode_json(completion.token_ids) if self._body.return_token_ids else b""
-        new_deltas, finish_reason, stop_reason = self._chat_run.read_next(completion)
+        new_deltas, finish_reason, stop_reason = self._answers.read_next(completion)
         finish_reason = self._end(finish_reason)
-        self._num_reasoning = self._chat_run.num_reasoning_tokens
+        self._num_reasoning = self._answers.num_reasoning_tokens
         if self._kept is not None:
             self._kept += new_deltas
             self._kept_logprobs += logprobs.content if logprobs is not None else ()

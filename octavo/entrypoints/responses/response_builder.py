@@ -16,7 +16,7 @@ from typing import Any
 
 from octavo.call_arguments import read_arguments
 from octavo.entrypoints.chat.answer_reader import CallDelta, Delta, ReasoningDelta, TextDelta
-from octavo.entrypoints.chat.chat_run import Progress
+from octavo.entrypoints.chat.chat_run import AnswerPart
 from octavo.entrypoints.chat.tools.tool_parser_base import JsonScanner
 from octavo.entrypoints.http.streaming import named_event
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
@@ -71,31 +71,31 @@ class ResponseBuilder:
         events = [self._event("response.created", response=self._snapshot())]
         return [*events, self._event(f"response.{self.status}", response=self._snapshot())]
 
-    def write(self, progress: Progress) -> bytes:
-        """Return the events that `progress` adds, as server-sent events."""
-        return b"".join(map(named_event, self.add(progress)))
+    def write(self, part: AnswerPart) -> bytes:
+        """Return the events that `part` adds, as server-sent events."""
+        return b"".join(map(named_event, self.add(part)))
 
-    def add(self, progress: Progress) -> list[Event]:
-        """Return the events that `progress` adds."""
+    def add(self, part: AnswerPart) -> list[Event]:
+        """Return the events that `part` adds."""
         events: list[Event] = []
         if self.status == "queued":
             self.response["status"] = "in_progress"
             events.append(self._event("response.in_progress", response=self._snapshot()))
         if self._formatter is not None:
-            found = self._formatter.chat(progress.token_ids, progress.logprobs or [], self._num_top)
+            found = self._formatter.chat(part.token_ids, part.logprobs or [], self._num_top)
             self._logprobs += [token.model_dump() for token in found.content]
-        deltas = _merged(progress.deltas)
+        deltas = _merged(part.deltas)
         logprobs = iter(self._take_logprobs(deltas))
         for delta in deltas:
             events += self._add_text(delta.text, next(logprobs)) if isinstance(delta, TextDelta) else self._add(delta)
-        self.response["usage"] = _usage(progress)
-        if progress.finish_reason == "abort":
-            reason = progress.stop_reason or "the server stopped"
+        self.response["usage"] = _usage(part)
+        if part.finish_reason == "abort":
+            reason = part.stop_reason or "the server stopped"
             return events + self.fail("server_error", f"The request ended before its answer: {reason}.")
-        if progress.finish_reason is not None:
+        if part.finish_reason is not None:
             if not self.response["output"]:  # an empty answer is a turn too: the next request sends it back
                 events += self._open("message")
-            is_cut = progress.finish_reason == "length"
+            is_cut = part.finish_reason == "length"
             events += self._close("incomplete" if self._is_last_cut(is_cut) else "completed")
             if is_cut:
                 self.response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -349,11 +349,11 @@ def _empty_response(body: ResponsesRequest, response_id: str, model: str) -> dic
     }
 
 
-def _usage(progress: Progress) -> dict[str, Any]:
+def _usage(part: AnswerPart) -> dict[str, Any]:
     return {
-        "input_tokens": progress.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": progress.num_cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": progress.num_tokens,
-        "output_tokens_details": {"reasoning_tokens": progress.num_reasoning_tokens},
-        "total_tokens": progress.num_prompt_tokens + progress.num_tokens,
+        "input_tokens": part.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": part.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": part.num_tokens,
+        "output_tokens_details": {"reasoning_tokens": part.num_reasoning_tokens},
+        "total_tokens": part.num_prompt_tokens + part.num_tokens,
     }

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from octavo.entrypoints.chat.chat_run import Progress
+from octavo.entrypoints.chat.chat_run import AnswerPart
 from octavo.entrypoints.http.background_jobs import to_its_end
 from octavo.entrypoints.http.error_responses import error_fields
 from octavo.entrypoints.http.resumable import ResumableStream
@@ -29,12 +29,12 @@ class ResponseRun:
     """Runs one response. `items` are the items of the request."""
 
     def __init__(
-        self, state: ServerState, builder: ResponseBuilder, items: list[Item], progress: AsyncGenerator[Progress, None]
+        self, state: ServerState, builder: ResponseBuilder, items: list[Item], parts: AsyncGenerator[AnswerPart, None]
     ) -> None:
         self._state = state
         self._builder = builder
         self._items = items
-        self._progress = progress
+        self._parts = parts
         self._is_resumed = False
 
     @property
@@ -45,7 +45,7 @@ class ResponseRun:
     async def collect(self) -> dict[str, Any]:
         """Return the whole response. Raises the error that ends the request."""
         self._builder.begin()
-        async for part in self._progress:
+        async for part in self._parts:
             self._builder.add(part)
         await self._keep()
         return self.response
@@ -57,7 +57,7 @@ class ResponseRun:
             begin = _encode(self._builder.begin())
             if not resumable.has_begun:
                 yield begin
-            async for part in self._progress:
+            async for part in self._parts:
                 events, is_last = self._builder.write(part), part.finish_reason is not None
                 if is_last and not resumable.is_given_up:
                     await self._keep()  # before the client learns that it is complete
@@ -70,7 +70,7 @@ class ResponseRun:
             await self._store()
             yield end
         finally:
-            await self._progress.aclose()
+            await self._parts.aclose()
 
     def _fail(self, error: Exception) -> list[Event]:
         fields = error_fields(error)
@@ -113,9 +113,9 @@ class BackgroundRun(ResponseRun):
     """A run that goes on without its client. Its events are kept, so that any number of clients can follow it."""
 
     def __init__(
-        self, state: ServerState, builder: ResponseBuilder, items: list[Item], progress: AsyncGenerator[Progress, None]
+        self, state: ServerState, builder: ResponseBuilder, items: list[Item], parts: AsyncGenerator[AnswerPart, None]
     ) -> None:
-        super().__init__(state, builder, items, progress)
+        super().__init__(state, builder, items, parts)
         self._log: list[bytes] = []  # events, by number
         self._is_over = False
         self._news = asyncio.Condition()
@@ -124,7 +124,7 @@ class BackgroundRun(ResponseRun):
     async def run(self) -> None:
         """Run until the answer is complete or cancelled."""
         try:
-            async for part in self._progress:
+            async for part in self._parts:
                 events = self._builder.add(part)
                 if part.finish_reason is not None:
                     await self._join()
@@ -139,7 +139,7 @@ class BackgroundRun(ResponseRun):
     async def _end(self) -> None:
         """Store the response, and end the streams that follow it."""
         try:
-            await self._progress.aclose()
+            await self._parts.aclose()
             await self._keep_log()
         finally:
             self._is_over = True

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
-from octavo.entrypoints.chat.chat_run import ChatRun, Progress
+from octavo.entrypoints.chat.chat_run import AnswerPart, ChatAnswers, ChatPrompt
 from octavo.entrypoints.chat.last_turns import submit_last_turns
 from octavo.entrypoints.http.body_fields import ResponseModel
 from octavo.entrypoints.http.pagination import Deleted, Page, page_query, read_boolean, read_integer
@@ -19,7 +18,7 @@ from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ServerState, num_body_bytes, state_of
 from octavo.entrypoints.http.store import Stored
-from octavo.entrypoints.http.streaming import EventSink, EventStream, encode_json, encode_off_loop, run_until_disconnect
+from octavo.entrypoints.http.streaming import EventStream, encode_json, encode_off_loop, run_until_disconnect
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.responses import stored_responses
 from octavo.entrypoints.responses.items import Item, read_items, to_messages
@@ -68,14 +67,14 @@ async def create_response(body: ResponsesRequest, raw: Request) -> Response:
     tools = callable_tools(body.tools, conversation)
     builder = ResponseBuilder(body, response_id, model, formatter, tools)
     submitting = _submit(body, raw, builder, conversation, tools)
-    progress, stream = await (submitting if body.background else run_until_disconnect(submitting, raw.receive))
+    answers = await (submitting if body.background else run_until_disconnect(submitting, raw.receive))
     if body.background:
-        in_background = BackgroundRun(state, builder, items, progress)
+        in_background = BackgroundRun(state, builder, items, answers.parts())
         return await _start(in_background, items, state, headers, bool(body.stream))
-    run = ResponseRun(state, builder, items, progress)
+    run = ResponseRun(state, builder, items, answers.parts())
     if body.stream:
-        headers |= stream.resumable.headers(stream.num_prompt_tokens)
-        return EventStream(run.stream(stream.resumable), headers, stream.sink)
+        headers |= answers.resumable.headers(len(answers.prompt.token_ids))
+        return EventStream(run.stream(answers.resumable), headers, answers.sink)
     response = await run_until_disconnect(run.collect(), raw.receive)
     return Response(await encode_off_loop(response), headers=headers, media_type="application/json")
 
@@ -90,8 +89,8 @@ async def count_input_tokens(body: ResponsesRequest, raw: Request) -> InputToken
     with NAMES.in_errors():
         tools = callable_tools(body.tools, [*history, *items])
         chat = await run_off_loop(lambda: to_chat(body, messages, tools), length=num_body_bytes())
-        run = ChatRun(chat, state, chat.to_sampling_params({}))
-        return InputTokens(input_tokens=await run.count_tokens(num_body_bytes()))
+        prompt = ChatPrompt(chat, state, chat.to_sampling_params({}))
+        return InputTokens(input_tokens=await prompt.count_tokens(num_body_bytes()))
 
 
 async def _read(body: ResponsesRequest, state: ServerState, response_id: str) -> tuple[list[Item], list[Item]]:
@@ -105,38 +104,27 @@ async def _read(body: ResponsesRequest, state: ServerState, response_id: str) ->
     )
 
 
-@dataclass
-class _Stream:
-    """The parts of a response's stream."""
-
-    sink: EventSink | None
-    resumable: ResumableStream
-    num_prompt_tokens: int
-
-
 async def _submit(
     body: ResponsesRequest, raw: Request, builder: ResponseBuilder, items: list[Item], tools: list[ResponsesTool]
-) -> tuple[AsyncGenerator[Progress, None], _Stream]:
+) -> ChatAnswers:
     """Submit the conversation to the engine; with `truncation` "auto" only as many of its last turns as fit."""
     state, response = state_of(raw), builder.response
     messages = await run_off_loop(lambda: to_messages(items, body.instructions), length=num_body_bytes())
 
-    async def submit(kept: Sequence[dict[str, Any]], is_tried: bool) -> tuple[AsyncGenerator[Progress, None], _Stream]:
+    async def submit(kept: Sequence[dict[str, Any]], is_tried: bool) -> ChatAnswers:
         chat = await run_off_loop(lambda: to_chat(body, list(kept), tools), length=num_body_bytes())
         params = chat.to_sampling_params(state.engine.config.model.default_sampling_params)
         builder.set_params(params)
         resumable = ResumableStream(
             raw, params, body.resume, response["id"], response["created_at"], can_be=body.is_resumable
         )
-        run = ChatRun(chat, state, params, clamps_max_tokens=True)
+        prompt = ChatPrompt(chat, state, params, clamps_max_tokens=True)
 
-        def write(part: Progress) -> bytes:
+        def write(part: AnswerPart) -> bytes:
             return resumable.shown(builder.write(part), part.token_ids, is_last=part.finish_reason is not None)
 
         may_write_directly = body.stream and not body.background and not is_tried
-        sink = run.make_sink(write) if may_write_directly else None
-        prompt, outputs = await run.prepare_outputs(response["id"], sink, resumable)
-        return run.progress(outputs), _Stream(sink, resumable, len(prompt.token_ids))
+        return await prompt.submit(response["id"], resumable, write=write if may_write_directly else None)
 
     with NAMES.in_errors():
         if body.truncation != "auto":

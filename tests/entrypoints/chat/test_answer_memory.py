@@ -32,7 +32,7 @@ from octavo.entrypoints.chat.answer_memory import (
     text_digest,
 )
 from octavo.entrypoints.chat.answer_reader import AnswerFormat
-from octavo.entrypoints.chat.chat_run import ChatRun, make_chat
+from octavo.entrypoints.chat.chat_run import ChatPrompt, make_chat
 from octavo.entrypoints.chat.message_rendering import render_messages
 from octavo.entrypoints.chat.tools.format_detection import _TURN_ENDS, ModelFormats, model_formats
 from octavo.entrypoints.http.server_state import PreparedPrompt
@@ -570,11 +570,11 @@ def test_a_stream_drops_the_prompt_that_a_trial_with_fewer_turns_has_recalled(mo
 
     args = SimpleNamespace(trust_request_chat_template=False, unknown_fields="error")
     state: Any = SimpleNamespace(args=args, formats=ModelFormats(), answers=None, submit=submit)
-    run = ChatRun(talk(user("Where?")), state, SamplingParams())
+    prompt = ChatPrompt(talk(user("Where?")), state, SamplingParams())
     made = PreparedPrompt("", add_special_tokens=False)
-    monkeypatch.setattr(run, "_render_and_choose_format", lambda media_files: (made, AnswerFormat()))
+    monkeypatch.setattr(prompt, "_render_and_choose_format", lambda history, media_files: (made, AnswerFormat()))
     resumable: Any = SimpleNamespace(recalled_prompt=[7])
-    asyncio.run(run.prepare_outputs("chatcmpl-1", None, resumable))
+    asyncio.run(prompt.submit("chatcmpl-1", resumable))
     assert resumable.recalled_prompt is None
 
 

@@ -21,7 +21,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from octavo.entrypoints.chat.answer_reader import AnswerFormat, AnswerReader
-from octavo.entrypoints.chat.chat_run import Progress
+from octavo.entrypoints.chat.chat_run import AnswerPart
 from octavo.entrypoints.chat.reasoning import STYLES, Reasoning
 from octavo.entrypoints.chat.tools.format_parser import FormatParser
 from octavo.entrypoints.chat.tools.tool_formats import FORMATS
@@ -455,7 +455,7 @@ def test_log_probabilities_are_of_the_text_wherever_the_answer_is_cut(
             is_end = begin + size >= len(tokens)
             text = "".join(tokens[i] for i in ids).removesuffix("<|im_end|>")
             deltas = reader.add(text, is_end=is_end)
-            events += builder.add(Progress(deltas, ids, [], "stop" if is_end else None, None, 1, 0, 1, 0))
+            events += builder.add(AnswerPart(deltas, ids, [], "stop" if is_end else None, None, 1, 0, 1, 0))
         messages = [item for item in builder.response["output"] if item["type"] == "message"]
         assert [[one["token"] for one in item["content"][0]["logprobs"]] for item in messages] == texts
         assert ["".join(one).strip() for one in texts] == [item["content"][0]["text"].strip() for item in messages]
