@@ -173,7 +173,7 @@ class BlockFiles:
             os.close(file)
         if is_whole and digest == self._digest(file_name, into.data):
             return True
-        self._remove_damaged((self._own, file_name))
+        self._remove((self._own, file_name), is_damaged=True)
         return False
 
     def touch(self, names: Iterable[BlockName]) -> None:
@@ -262,7 +262,7 @@ class BlockFiles:
         content = memoryview(data)[:-DIGEST_BYTES]
         if data[-DIGEST_BYTES:] == self._digest(key[1], content):
             return set(bytes(content).decode().split())
-        self._remove_damaged(key)
+        self._remove(key, is_damaged=True)
         return set()
 
     def remove(self, names: Iterable[BlockName]) -> None:
@@ -317,15 +317,10 @@ class BlockFiles:
             if is_oldest:
                 self._remove(key)
 
-    def _remove(self, key: _Key) -> None:
+    def _remove(self, key: _Key, is_damaged: bool = False) -> None:
         with contextlib.suppress(OSError):
             os.unlink(self._path_of(*key))
-        self._forget_file(key)
-
-    def _remove_damaged(self, key: _Key) -> None:
-        self._remove(key)
-        with self._lock:  # several threads read
-            self.num_damaged += 1
+        self._forget_file(key, is_damaged)
 
     def take_num_damaged(self) -> int:
         """Return the number of damaged files that were found since the last call."""
@@ -342,9 +337,10 @@ class BlockFiles:
                 self._by_time = [(file.used, key) for key, file in self._files.items()]
                 heapq.heapify(self._by_time)
 
-    def _forget_file(self, key: _Key) -> None:
+    def _forget_file(self, key: _Key, is_damaged: bool = False) -> None:
         with self._lock:
             self._subtract(key)
+            self.num_damaged += is_damaged
 
     def _add(self, key: _Key, size: int, used: int) -> None:
         self._files[key] = _File(size, used)

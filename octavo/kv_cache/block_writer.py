@@ -77,14 +77,11 @@ class BlockWriter:
     # The states of blocks.
 
     @property
-    def _num_unqueued(self) -> int:
-        return (0 if self._host_tier is None else self._host_tier.num_uncopied) + len(self.unsaved)
-
-    @property
     def num_unwritten(self) -> int:
         """The number of blocks on the device, unsaved or queued. Any thread may ask."""
         with self._changed:
-            return self._num_unqueued + len(self._queued)
+            num_on_device = 0 if self._host_tier is None else self._host_tier.num_uncopied
+            return num_on_device + len(self.unsaved) + len(self._queued)
 
     def is_pending(self, name: BlockName) -> bool:
         """Return whether a block is not written yet: on the device, unsaved or queued."""
@@ -120,12 +117,7 @@ class BlockWriter:
         """Forget the pin of a block that has been written. `_write_block` forgets the others: not that of a block which
         was on the device when it was pinned, and which another server has written since."""
         if name not in self.unsaved and name not in self._queued:
-            self._forget(name)
-
-    def _forget(self, name: BlockName) -> None:
-        with self._changed:
-            self._saved_first.pop(name, None)
-            self._keep_until.pop(name, None)
+            self.cancel(name)
 
     def enqueue(self, name: BlockName, contents: NDArray[np.uint8]) -> None:
         """Have the thread write an unsaved block."""
@@ -141,13 +133,15 @@ class BlockWriter:
         """Do not save a block, unless it is queued already, and keep it no longer."""
         with self._changed:
             self.unsaved.pop(name, None)
-            self._forget(name)
+            self._saved_first.pop(name, None)
+            self._keep_until.pop(name, None)
             self._changed.notify_all()
 
     def drop(self, name: BlockName) -> None:
         """Do not save an unsaved block, and count it as lost."""
         self.cancel(name)
-        self._count_dropped()
+        with self._changed:
+            self._stats.num_disk_dropped += 1
 
     def remove(self, name: BlockName) -> None:
         """Remove a block from the pools and the device, and do not save it."""
@@ -232,7 +226,7 @@ class BlockWriter:
         this, while the engine's thread saves blocks."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: (not self._num_unqueued and self.is_idle) or self.is_closed, timeout_s
+                lambda: (not self.num_unwritten and self.is_idle) or self.is_closed, timeout_s
             )
 
     def enqueue_task(self, work: Callable[[], None], may_skip: bool = False) -> None:
@@ -296,10 +290,6 @@ class BlockWriter:
         if latest > keep_until:  # pinned during the write
             self._files.keep([name], latest)
 
-    def _count_dropped(self) -> None:
-        with self._changed:
-            self._stats.num_disk_dropped += 1
-
     def write_file(self, name: BlockName, contents: NDArray[np.uint8], keep_until: float = 0.0) -> bool:
         """Write a block. Tasks may call this. Returns False, and counts the block as dropped, if the folder does not
         take it."""
@@ -313,6 +303,6 @@ class BlockWriter:
         if error and (error != self._last_error or now >= self._next_warning):
             logger.warning("blocks of the KV cache are not kept on disk: %s", error)
             self._last_error, self._next_warning = error, now + _WARNING_S
-        if not is_written:
-            self._count_dropped()
+        with self._changed:
+            self._stats.num_disk_dropped += not is_written
         return is_written

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -54,20 +54,18 @@ class Readiness(Enum):
     READING = auto()  # it waits until its blocks are read
 
 
-class _DiskLookups(Container[bytes]):
-    """The keys of a pool's blocks, in the pool and on disk, including blocks that another server has written. `in` may
+def _lookup(files: BlockFiles) -> Callable[[BlockName], bool]:
+    """Return a function that returns whether the folder has a block, even if another server has written it. It may
     access the disk."""
+    num_failures = Counter[int]()  # by pool
 
-    def __init__(self, known: Container[bytes], files: BlockFiles, pool: int) -> None:
-        self._known, self._files, self._pool = known, files, pool
-        self._num_failures_left = _MAX_FAILED_LOOKUPS
+    def has(name: BlockName) -> bool:
+        pool, _ = name
+        found = files.has(name) if num_failures[pool] < _MAX_FAILED_LOOKUPS else files.knows(name)
+        num_failures[pool] += not found
+        return found
 
-    def __contains__(self, key: object) -> bool:
-        assert isinstance(key, bytes)
-        if key in self._known or (self._num_failures_left > 0 and self._files.has((self._pool, key))):
-            return True
-        self._num_failures_left -= 1
-        return False
+    return has
 
 
 @dataclass(slots=True)
@@ -244,9 +242,8 @@ class DiskFetches:
             if num_known == limit or (self._late_lookup is not None and not self._late_lookup.done()):
                 return num_known
             grace_s = 0.0 if self._lookups else _LOOKUP_GRACE_S  # behind others it will not be done
-            known = enumerate(self._pools.known_keys)
-            pools = [_DiskLookups(blocks, self._files, pool) for pool, blocks in known]
-            lookup = self._lookup_thread.run(partial(self._cache.num_prefix_blocks, keys, limit, pools))
+            find = partial(self._pools.num_prefix_blocks, keys, limit, _lookup(self._files))
+            lookup = self._lookup_thread.run(find)
             self._lookups[request_id] = lookup, self._clock()
             wait([lookup], grace_s)
         lookup, began = self._lookups[request_id]
@@ -307,10 +304,7 @@ class DiskFetches:
 
     def _read_s(self, names: Sequence[BlockName]) -> float:
         """Return the predicted seconds to read blocks, behind all reads that are under way."""
-        return self._read_cost.seconds(self._num_bytes(names) + sum(self._reading_bytes.values()))
-
-    def _num_bytes(self, names: Sequence[BlockName]) -> int:
-        return sum(self._memory.block_bytes[pool] for pool, _ in names)
+        return self._read_cost.seconds(self._pools.num_bytes(names) + sum(self._reading_bytes.values()))
 
     def _hangs(self) -> bool:
         """Return whether the disk hangs: a chunk that nobody waits for any more takes longer than its fetch would have
@@ -351,7 +345,7 @@ class DiskFetches:
             names = fetch.unread.popleft()
             future = self._readers.run(partial(self._read_chunk, names))
             fetch.reading.append(future)
-            self._reading_bytes[future] = self._num_bytes(names)
+            self._reading_bytes[future] = self._pools.num_bytes(names)
 
     def _read_chunk(self, names: Sequence[BlockName]) -> _Chunk:
         """Read blocks, in each pool up to the first one that is missing or damaged."""

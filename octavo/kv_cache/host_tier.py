@@ -30,13 +30,10 @@ _LOAD_S_PER_BYTE = 1e-10  # 10 GB/s: PCIe 3.0 with 16 lanes; computing tokens of
 
 
 class CopyWatcher(Protocol):
-    """Is called when blocks that were to be copied are not, and when no block is to be copied any more."""
+    """Is called with a block that the host has already or does not get, and when `num_uncopied` is 0 again."""
 
-    def not_copied(self, name: BlockName) -> None:
-        """The host has a block already, or does not get it."""
-
-    def all_copied(self) -> None:
-        """`HostTier.num_uncopied` is 0 again."""
+    def not_copied(self, name: BlockName) -> None: ...
+    def all_copied(self) -> None: ...
 
 
 class HostTier:
@@ -234,12 +231,12 @@ class HostTier:
         else:
             self._num_dropped += 1
             self._tell_not_copied(name)
-        was_uncopied = self.copies_later(name)
-        self._uncopied.pop(name, None)
-        self._fresh.pop(name, None)
-        if was_uncopied and not self.num_uncopied:
-            for watcher in self.watchers:
-                watcher.all_copied()
+        if self.copies_later(name):
+            self._uncopied.pop(name, None)
+            self._fresh.pop(name, None)
+            if not self.num_uncopied:
+                for watcher in self.watchers:
+                    watcher.all_copied()
 
     def _tell_not_copied(self, name: BlockName) -> None:
         for watcher in self.watchers:

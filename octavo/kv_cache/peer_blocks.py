@@ -13,7 +13,7 @@ import http.client
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,17 +49,6 @@ _Contents = NDArray[np.uint8]
 
 class _PeerError(Exception):
     """A peer's answer is not what it must be."""
-
-
-class _Found(Container[bytes]):
-    """The keys of a pool's blocks that the pool, the folder or the peer has."""
-
-    def __init__(self, known: Container[bytes], pool: int, at_peer: Collection[BlockName]) -> None:
-        self._known, self._pool, self._at_peer = known, pool, at_peer
-
-    def __contains__(self, key: object) -> bool:
-        assert isinstance(key, bytes)
-        return (self._pool, key) in self._at_peer or key in self._known
 
 
 class _Peer:
@@ -177,8 +166,9 @@ class PeerBlocks:
         # 1. Find the longest prefix that the pools, the folder and the peer have together.
         unknown = [name for name in self._cache.all_names(copy.keys) if not self._files.knows(name)]
         at_peer = self._find(copy, connection, unknown)
-        tiers = [_Found(known, pool, at_peer) for pool, known in enumerate(self._pools.known_keys)]
-        num_found = self._cache.num_prefix_blocks(copy.keys, len(copy.keys), tiers)
+        num_found = self._pools.num_prefix_blocks(
+            copy.keys, len(copy.keys), lambda name: name in at_peer or self._files.knows(name)
+        )
         missing = [
             name
             for name in self._cache.prefix_names(copy.keys, num_found)
@@ -186,7 +176,7 @@ class PeerBlocks:
         ]
         # 2. Compare the predicted times.
         share = (num_found - copy.num_known_blocks) / (len(copy.keys) - copy.num_known_blocks)
-        num_bytes = self._num_bytes(missing)
+        num_bytes = self._pools.num_bytes(missing)
         copy_s = copy.peer.cost.seconds(num_bytes + copy.peer.awaited_bytes)
         if num_found <= copy.num_known_blocks or copy_s >= copy.compute_s * share:
             copy.peer.cost.doubt()
@@ -195,7 +185,7 @@ class PeerBlocks:
         self._await(copy.peer, num_bytes)
         try:
             for names in self._copy_chunks(copy, connection, missing):
-                chunk_bytes = self._num_bytes(names)
+                chunk_bytes = self._pools.num_bytes(names)
                 self._await(copy.peer, -chunk_bytes)
                 num_bytes -= chunk_bytes
         finally:
@@ -218,9 +208,6 @@ class PeerBlocks:
             if len(blocks) < len(asked):
                 break
         _wait(written)
-
-    def _num_bytes(self, names: Sequence[BlockName]) -> int:
-        return sum(self._block_bytes[pool] for pool, _ in names)
 
     def _await(self, peer: _Peer, num_bytes: int) -> None:
         with self._lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -43,35 +43,42 @@ class BlockMemory(Protocol):
         ...
 
 
-class _KnownKeys(Container[bytes]):
-    """The keys of the blocks that are in one pool or on disk."""
+class _Keys(Container[bytes]):
+    """The keys of the blocks that are in one pool, or for which `has` returns True."""
 
-    def __init__(self, pool: BlockPool, files: BlockFiles) -> None:
-        self._pool, self._files = pool, files
+    def __init__(self, pool: BlockPool, has: Callable[[BlockName], bool]) -> None:
+        self._pool, self._has = pool, has
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes)
-        return key in self._pool or self._files.knows((self._pool.number, key))
+        return key in self._pool or self._has((self._pool.number, key))
 
 
 class SavedPools:
     """The pools of the host's memory: those of `cache`, or with a `host_tier` its host pools. This object changes
-    nothing. Any thread may ask for `known_keys` and call `is_in_memory`."""
+    nothing. Any thread may call the methods up to `is_in_memory`."""
 
     def __init__(
         self, files: BlockFiles, memory: BlockMemory, cache: KVCacheManager, host_tier: HostTier | None
     ) -> None:
         self.files, self.memory, self.cache, self.host_tier = files, memory, cache, host_tier
         self.pools = cache.pools if host_tier is None else cache.host_pools
-        self.known_keys = [_KnownKeys(pool, files) for pool in self.pools]
+
+    def num_prefix_blocks(self, keys: list[bytes], limit: int, has: Callable[[BlockName], bool]) -> int:
+        """Return the longest prefix, in blocks up to `limit`, of which each block is in the pools, or `has` returns
+        True for it."""
+        return self.cache.num_prefix_blocks(keys, limit, [_Keys(pool, has) for pool in self.pools])
 
     def num_known_blocks(self, keys: list[bytes], limit: int) -> int:
         """Return the longest prefix, in blocks up to `limit`, that pools and folder have together."""
-        return self.cache.num_prefix_blocks(keys, limit, self.known_keys)
+        return self.num_prefix_blocks(keys, limit, self.files.knows)
 
     def known_names(self, keys: list[bytes], limit: int) -> list[BlockName]:
         """Return the names of the blocks of the prefix of `num_known_blocks`."""
         return self.cache.prefix_names(keys, self.num_known_blocks(keys, limit))
+
+    def num_bytes(self, names: Sequence[BlockName]) -> int:
+        return sum(self.memory.block_bytes[pool] for pool, _ in names)
 
     def lookup(self, name: BlockName) -> int | None:
         """Return the block of a pool; None if the pool lacks it."""

@@ -103,6 +103,7 @@ class ChatPrompt:
         self._checks_calls = checks_calls
         self._refuses_unknown_effort = state.args.unknown_fields == "error" and not ignores_unknown_effort
         self._media_parts = media_of([message.content for message in body.messages])
+        self._media_kinds = {medium.kind.name for medium in self._media_parts}
 
     async def submit(
         self,
@@ -131,7 +132,7 @@ class ChatPrompt:
                     self._params,
                     make_prompt,
                     has_grammar=may_want_grammar(self._body),
-                    media=self._media_kinds(),
+                    media=self._media_kinds,
                     clamps_max_tokens=self._clamps_max_tokens,
                     sink=sink,
                     only_renders=self._only_renders,
@@ -150,7 +151,7 @@ class ChatPrompt:
         bodies. Raises `RequestError`, also for `prompt_embeds`."""
         async with self._history_and_media() as (history, media_files):
             count = partial(self._count, history, media_files)
-            return await run_off_loop(count, length=length, media=self._media_kinds())
+            return await run_off_loop(count, length=length, media=self._media_kinds)
 
     def _count(self, history: AnswerRecall | None, media_files: Mapping[str, bytes]) -> int:
         made, _ = self._render_and_choose_format(history, media_files)
@@ -243,10 +244,6 @@ class ChatPrompt:
             tool_format=state.formats.tools if body.tools or any(m.tool_calls for m in body.messages) else None,
         )
 
-    def _media_kinds(self) -> set[str]:
-        """Return the kinds of the conversation's media."""
-        return {medium.kind.name for medium in self._media_parts}
-
     def _decode_media(
         self, media_files: Mapping[str, bytes]
     ) -> tuple[dict[str, list[Any]] | None, Mapping[str, str] | None]:
@@ -270,13 +267,13 @@ class ChatAnswers:
         sink: EventSink | None,
         response_id: str,
         prompt: Prompt,
-        answer_format: AnswerFormat,
+        chosen_format: AnswerFormat,
         outputs: AsyncGenerator[RequestOutput, None],
     ) -> None:
         """`params` are those of the engine's request: `ServerState.submit` may have changed them."""
-        self._state, self._params, self._response_id, self._format = state, params, response_id, answer_format
+        self._state, self._params, self._response_id, self._format = state, params, response_id, chosen_format
         self.resumable, self.sink, self.prompt = resumable, sink, prompt
-        has_reasoning = answer_format.reasoning is not None
+        has_reasoning = chosen_format.reasoning is not None
         self.outputs = self._count_long_outputs_in_thread(outputs) if has_reasoning else outputs
         self._readers: dict[int, AnswerReader] = {}  # by index of the choice
         self._counters: dict[int, ReasoningCounter] = {}  # by index of the choice; none if answers have no reasoning
