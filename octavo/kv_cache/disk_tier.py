@@ -41,7 +41,7 @@ from octavo.step_cost import StepCostModel
 
 logger = logging.getLogger(__name__)
 
-_QUEUE_BYTES = 64 << 20  # of blocks on their way to the folder
+_QUEUE_BYTES = 64 << 20  # of queued blocks
 _IDLE_QUEUE_BYTES = 4 << 20  # the limit while the engine is idle, so that the writer is done when the next step begins
 _MOST_PASSED = 64  # how many unsaved blocks `_next_savable` looks at for one that is not being copied
 _BUSY_SHARE = 0.003  # the share of a busy engine's time for saving, the writer's time included
@@ -54,7 +54,7 @@ _CLOSE_TIMEOUT_S = 10.0  # longest wait until all blocks are saved, in case the 
 
 
 class DiskTier:
-    """Keeps the indexed blocks of the pools of `cache`, or of its host pools with a `host_tier`, in `files`. Three
+    """Keeps in `files` the indexed blocks of `cache`: of its pools, or with a `host_tier` of its host pools. Three
     accounts bound the time and memory of saving:
 
     account              | gains                            | spends                     | cap
@@ -84,7 +84,7 @@ class DiskTier:
         self.fetches = DiskFetches(pools, self.writer, cost, clock)
         self._busy_save_s = 0.0  # may be overdrawn
         self._eviction_save_s = _INITIAL_EVICTION_SAVE_S  # may be overdrawn
-        for pool in pools.pools:
+        for pool in pools.pools:  # last: every part is there when a pool calls
             pool.watchers.append(self)
 
     def take_stats(self, stats: EngineStats) -> None:
@@ -136,7 +136,7 @@ class DiskTier:
         self.writer.add(name, block)
 
     def leaves(self, name: BlockName, block: int) -> None:
-        """A block is about to be overwritten. If it is unsaved, save it. Drop it if the queue is full, if a copy to it
+        """Save an unsaved block that is about to be overwritten. Drop it instead if the queue is full, if a copy to it
         is under way, or if neither a session keeps it nor disk hits have gained the time."""
         if name not in self.writer.unsaved:
             return
@@ -153,8 +153,8 @@ class DiskTier:
     # Called by `EngineCore`.
 
     def save_while_busy(self, step_s: float) -> None:
-        """After a step that took `step_s`, save blocks in a small share of its time. If another server waits for a
-        prompt, then fill the writer's queue."""
+        """Save blocks after a step that took `step_s`: in a small share of its time, and as many as the writer's queue
+        takes if another server waits for a prompt."""
         if self.writer.unsaved:
             self._save_in_share(step_s)
         if self.saved_prompts.are_awaited:
