@@ -56,7 +56,7 @@ inline void int_row(const Matrix& m, int64_t n, Function f) {
     const char* panel = static_cast<const char*>(m.data) + n / kPanel * blocks * F::kBlockBytes;
     for (int64_t block = 0; block < blocks; block += kBlocksPerSuperblock) {
         const int64_t count = min_of<int64_t>(kBlocksPerSuperblock, blocks - block);
-        BlocksView w = F::unpack_blocks(panel, block, count, UnpackWith(m), unpacked);
+        BlocksView w = F::unpack_blocks(panel, block, count, UnpackArgs(m), unpacked);
         const int64_t end = min_of(m.k, (block + count) * kQBlock);
         for (int64_t k = block * kQBlock; k < end; ++k) {
             if (k % kQBlock == 0 && k > block * kQBlock) w.next_block();

@@ -57,8 +57,7 @@ inline int32_t zero_point_term(const QBlock& x, int g) {
 }
 
 // What a tile prefetches for each block: `lines` cache lines of weights from `from` on, and `num_adapter_lines` of the
-// adapters' lines. A tile calls prefetch_block exactly once for each block, as AdapterLines::take has counted these
-// calls.
+// adapters' lines. A tile calls prefetch_block once for each block; more or fewer calls would only cost time.
 struct TilePrefetch {
     const char* from;
     int lines;
@@ -160,7 +159,7 @@ __attribute__((always_inline)) inline void add_step8(const QBlock* const* x, int
     }
 }
 
-// Writes the integer sums of group g to `sum`. `table` is centred.
+// Writes the integer sums of group g to `sum`. `table` is that of add_step_of_nibbles.
 template <class F, int R, int V>
 __attribute__((always_inline)) inline void dot_group(const QBlock* const* x, int64_t b, const char* codes, int g,
                                                      Ints table, Ints (&sum)[R][V]) {

@@ -30,9 +30,9 @@ template <class F, bool kTakesAmx>
 struct AmxTilesIf {
     AmxTilesIf(const QBlock*, int64_t, int64_t, int64_t, bool) {}
     static constexpr int64_t num_tiles(int64_t) { return 0; }
-    void unpack_codes(BlocksView, int64_t) {}
+    const char* unpack_codes(BlocksView, int64_t) { return nullptr; }
     template <class PrefetchBlock>
-    void multiply(BlocksView, int64_t, int64_t, int64_t, bool, Vec, float*, PrefetchBlock) {}
+    void multiply(BlocksView, const char*, int64_t, int64_t, int64_t, bool, Vec, float*, PrefetchBlock) {}
     void configure() {}
 };
 
@@ -213,15 +213,18 @@ class AmxTilesIf<F, true> {
         return (rows + kAmxRows - kFewest) / kAmxRows;
     }
 
-    // Unpacks the codes that `multiply` reads until the next call.
-    void unpack_codes(BlocksView w, int64_t blocks) { unpack_signed_codes<F>(w, blocks, codes_); }
+    // Returns the signed codes of a view, valid until the next call.
+    const char* unpack_codes(BlocksView w, int64_t blocks) {
+        unpack_signed_codes<F>(w, blocks, codes_);
+        return codes_;
+    }
 
-    // Computes sixteen of the task's rows from `row`, a multiple of sixteen. Writes sixteen rows of y, also if the
-    // batch has fewer: y must have room for them. `blocks` blocks from `block` on.
+    // Computes sixteen of the task's rows from `row`, a multiple of sixteen: `blocks` blocks from `block` on, with the
+    // signed `codes` of `w`. Writes sixteen rows of y, also if the batch has fewer: y must have room for them.
     template <class PrefetchBlock>
-    void multiply(BlocksView w, int64_t blocks, int64_t row, int64_t block, bool is_first, Vec factor, float* y,
-                  PrefetchBlock prefetch_block) {
-        int_tile_amx<F>(w, codes_, blocks, rows_->at(row, block), is_first, factor, y, prefetch_block);
+    void multiply(BlocksView w, const char* codes, int64_t blocks, int64_t row, int64_t block, bool is_first,
+                  Vec factor, float* y, PrefetchBlock prefetch_block) {
+        int_tile_amx<F>(w, codes, blocks, rows_->at(row, block), is_first, factor, y, prefetch_block);
     }
 
     // Configures the tiles again after other code has given them other shapes.

@@ -93,12 +93,12 @@ struct BlocksView {
     }
 };
 
-// What blocks of a matrix are unpacked with: 1 over its factor, and its table.
-struct UnpackWith {
+// What unpacking needs of a matrix: 1 over its factor, and its table.
+struct UnpackArgs {
     float inverse_factor;
     const uint8_t* table;
 
-    explicit UnpackWith(const Matrix& m) : inverse_factor(1 / m.factor), table(m.table) {}
+    explicit UnpackArgs(const Matrix& m) : inverse_factor(1 / m.factor), table(m.table) {}
 };
 
 inline Vec load_scale(const uint16_t* p) { return load_half(p); }
@@ -117,11 +117,11 @@ inline float scale_value(float scale) { return scale; }
 //   kBlockBytes    bytes of a packed block; of a superblock, a fourth
 //   UnpackedFormat   the IntFormat of unpacked blocks; F itself if blocks are read as they lie
 //   kUnpackedBytes   bytes of the buffer that an unpacked block takes; 0 if blocks are read as they lie
-//   unpack_blocks(panel, block, blocks, with, unpacked)
+//   unpack_blocks(panel, block, blocks, unpack, unpacked)
 //                  returns the view of blocks block .. block + blocks - 1; parts that are not read as they lie are
 //                  unpacked into `unpacked`, and unpacked scales are divided by the matrix's factor. In formats of
 //                  superblocks `block` is the first of a superblock, and `blocks` a multiple of four
-//   column(panel, k, with, out)   writes element k of the panel's outputs to `out`, as floats, divided by the factor
+//   column(panel, k, unpack, out)   writes element k of the panel's outputs to `out`, as floats, divided by the factor
 //   kZeroPointTermOfOne   the zero-point term of a group with the sum 1, if UnpackedFormat has minima of 16 elements
 // An IntFormat also has kGroupElements, the sizes of a block's parts, and
 //   kMultipliedBits   bits of a code as it is multiplied: 8 with a table, otherwise the stored bits
@@ -147,13 +147,13 @@ struct IntFormat {
     static constexpr int kBlockBytes = kCodeBytes + kScaleBytes + kMinimaBytes;
     static constexpr int kUnpackedBytes = 0;
 
-    static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t, UnpackWith with, char*) {
+    static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t, UnpackArgs unpack, char*) {
         const char* w = panel + block * kBlockBytes;
-        return {w, kBlockBytes, w + kCodeBytes, kBlockBytes, with.table};
+        return {w, kBlockBytes, w + kCodeBytes, kBlockBytes, unpack.table};
     }
 
     // Returns the codes of element `at` of a block, less their zero, for vector v of outputs.
-    static inline Vec centred_codes_at(const char* block_codes, int at, int v, UnpackWith with) {
+    static inline Vec centred_codes_at(const char* block_codes, int at, int v, UnpackArgs unpack) {
         // The vector with element `at`, and the first bit of its code in a lane: byte at % 4, low or high half.
         const char* codes = block_codes + (stored_bits == 4 ? at / 8 : at / 4) * kStepBytes;
         const int shift = at % 4 * 8 + (stored_bits == 4 ? at / 4 % 2 * 4 : 0);
@@ -161,17 +161,17 @@ struct IntFormat {
         if constexpr (!has_table) return to_float(found);
         // code_at<4> has subtracted 8: the index is 8 more. The table's entries are codes of 8 bits, with z = 128.
         const Ints index = add_ints(found, set1_int(8));
-        return to_float(add_ints(and_ints(look_up(load_table(with.table), index), set1_int(255)), set1_int(-128)));
+        return to_float(add_ints(and_ints(look_up(load_table(unpack.table), index), set1_int(255)), set1_int(-128)));
     }
 
-    static inline void column(const char* panel, int64_t k, UnpackWith with, Vec* out) {
+    static inline void column(const char* panel, int64_t k, UnpackArgs unpack, Vec* out) {
         static_assert(!kHasMinimaBy16, "only unpacked blocks have such minima");
         const char* block = panel + k / kQBlock * kBlockBytes;
         const int at = static_cast<int>(k % kQBlock);
         const Scale* scales = reinterpret_cast<const Scale*>(block + kCodeBytes) + at / group * kPanel;
         const uint16_t* added = reinterpret_cast<const uint16_t*>(block + kCodeBytes + kScaleBytes);
         for (int v = 0; v < kVecsPerPanel; ++v) {
-            out[v] = mul(load_scale(scales + v * kLanes), centred_codes_at(block, at, v, with));
+            out[v] = mul(load_scale(scales + v * kLanes), centred_codes_at(block, at, v, unpack));
             if constexpr (kHasMinimaBy32) {
                 out[v] = add(out[v], one_of_pairs(load_pairs(added + v * kLanes * 2), at / 32));
             }

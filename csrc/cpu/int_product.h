@@ -80,8 +80,8 @@ struct TaskSizes {
                                    // which may have two quantized rows
     int64_t blocks, panel_bytes;   // blocks, bytes of a panel
     int64_t epilogue_panels;       // panels that share an epilogue
-    int64_t tiles_per_panel;       // of all batches
     // Tuning: results do not depend on these.
+    int64_t tiles_per_panel;  // of all batches
     bool uses_amx;
     int64_t blocks_at_once;        // the most blocks of a run
     int prefetch_lines_per_block;  // cache lines of the next weights to prefetch per tile and block
@@ -141,7 +141,6 @@ class IntProductTask {
     void run(int64_t panel_begin, int64_t panel_end) {
         for (int64_t panel = panel_begin; panel < panel_end; panel += sizes_.epilogue_panels) {
             const int64_t panels = min_of(sizes_.epilogue_panels, panel_end - panel);
-            // Counts every prefetch_block of all tiles: a tile added to the loop must be counted in `tiles_per_panel`.
             adapter_lines_.collect(panel, panels, panels * sizes_.tiles_per_panel * sizes_.blocks);
             int64_t tiles_before = 0;
             for (int64_t first = 0; first < sizes_.rows; first += kBatchRows) {
@@ -163,10 +162,15 @@ class IntProductTask {
     static_assert(kBatchRows % kAmxRows == 0, "AMX writes sixteen rows of y");
 
     struct Batch {
-        int64_t first, rows;   // quantized rows of the task
-        int64_t out_rows;      // their outputs: rows / rows_per_output
-        int64_t tiles_before;  // tiles of earlier batches
+        int64_t first_row, rows;  // quantized rows of the task
+        int64_t out_rows;         // their outputs: rows / rows_per_output
+        int64_t tiles_before;     // tiles of earlier batches
         Split split;
+    };
+
+    // The data of a panel, and of the panel that is fetched meanwhile, as it is multiplied after the epilogue.
+    struct Weights {
+        const char *panel, *next_panel;
     };
 
     // Consecutive blocks of a segment, unpacked together.
@@ -177,38 +181,39 @@ class IntProductTask {
 
     // Writes the products of a batch and a panel, one of `panels` epilogue panels, to y [rows][kMaxEpilogueWidth].
     void multiply_panel(const Batch& batch, int64_t panel, int64_t panels, float* y) {
-        const char* w = static_cast<const char*>(args_.matrix.data) + panel * sizes_.panel_bytes;
-        const char* next_panel = w + panels * sizes_.panel_bytes;
+        const char* data = static_cast<const char*>(args_.matrix.data) + panel * sizes_.panel_bytes;
+        const Weights w{data, data + panels * sizes_.panel_bytes};
         sum_segments(args_.matrix, y, partial_sums_, /*step=*/kPanel, batch.out_rows, /*width=*/kPanel,
-                     [&](Segment segment, float* to) { multiply_segment(batch, w, next_panel, segment, to); });
+                     [&](Segment segment, float* to) { multiply_segment(batch, w, segment, to); });
     }
 
-    // Writes the sums of one segment of k of the panel `w` to `to`. `next_panel` is fetched meanwhile.
-    void multiply_segment(const Batch& batch, const char* w, const char* next_panel, Segment segment, float* to) {
+    // Writes the sums of one segment of k to `to`.
+    void multiply_segment(const Batch& batch, Weights w, Segment segment, float* to) {
         const int64_t begin = segment.begin / kQBlock;
         const int64_t end = begin + (segment.size + kQBlock - 1) / kQBlock;
         for (int64_t block = begin; block < end; block += sizes_.blocks_at_once) {
             const int64_t count = min_of(sizes_.blocks_at_once, end - block);
-            multiply_run(batch, w, next_panel, {block, count, block == begin, block + count == end}, to);
+            multiply_run(batch, w, {block, count, block == begin, block + count == end}, to);
         }
-        outliers_.add<F>(w, unpack_with_, batch.first, segment.number, args_.matrix.factor, to, kMaxEpilogueWidth);
+        outliers_.add<F>(w.panel, unpack_args_, batch.first_row, segment.number, args_.matrix.factor, to,
+                         kMaxEpilogueWidth);
         if (args_.x_is_paired) add_row_halves(to, batch.out_rows);
     }
 
     // Adds the products of a run of blocks to `to`; the segment's first run begins the sums.
-    void multiply_run(const Batch& batch, const char* w, const char* next_panel, Run run, float* to) {
-        const BlocksView view = F::unpack_blocks(w, run.first_block, run.num_blocks, unpack_with_, unpacked_);
-        if (batch.split.uses_amx()) amx_.unpack_codes(view, run.num_blocks);
+    void multiply_run(const Batch& batch, Weights w, Run run, float* to) {
+        const BlocksView view = F::unpack_blocks(w.panel, run.first_block, run.num_blocks, unpack_args_, unpacked_);
+        const char* amx_codes = batch.split.uses_amx() ? amx_.unpack_codes(view, run.num_blocks) : nullptr;
         const Vec factor = set1(run.is_last ? args_.matrix.factor : 1);
         for (int64_t i = 0; i < batch.split.count(); ++i) {
             const typename Split::Tile tile = batch.split.at(i);
-            const int64_t row = batch.first + tile.begin;
+            const int64_t row = batch.first_row + tile.begin;
             float* y = to + tile.begin * kMaxEpilogueWidth;
-            TilePrefetch prefetch{next_weights(w, next_panel, batch.tiles_before + i, run.first_block),
+            TilePrefetch prefetch{next_weights(w, batch.tiles_before + i, run.first_block),
                                   sizes_.prefetch_lines_per_block, adapter_lines_.cache_lines(),
                                   adapter_lines_.take(run.num_blocks)};
             if (tile.uses_amx) {
-                amx_.multiply(view, run.num_blocks, row, run.first_block, run.is_first, factor, y,
+                amx_.multiply(view, amx_codes, run.num_blocks, row, run.first_block, run.is_first, factor, y,
                               [&] { prefetch.prefetch_block(); });
                 continue;
             }
@@ -221,20 +226,20 @@ class IntProductTask {
     }
 
     // Returns where a tile begins to prefetch weights when it begins with block `block`. `tile` is its number among all
-    // tiles by panel `w`:
-    //   one tile in the task   in its own panel `w`, some bytes ahead
-    //   several                in its share of `next_panel`, which is multiplied after the epilogue
+    // tiles by the panel:
+    //   one tile in the task   in its own panel, some bytes ahead
+    //   several                in its share of `next_panel`
     //   the last panels        past the matrix: a prefetch does not fault
-    const char* next_weights(const char* w, const char* next_panel, int64_t tile, int64_t block) const {
-        if (sizes_.tiles_per_panel == 1) return w + block * F::kBlockBytes + sizes_.prefetch_bytes;
-        return next_panel + (tile * sizes_.blocks + block) * sizes_.prefetch_lines_per_block * 64;
+    const char* next_weights(Weights w, int64_t tile, int64_t block) const {
+        if (sizes_.tiles_per_panel == 1) return w.panel + block * F::kBlockBytes + sizes_.prefetch_bytes;
+        return w.next_panel + (tile * sizes_.blocks + block) * sizes_.prefetch_lines_per_block * 64;
     }
 
     const LinearArgs& args_;
     const int64_t row_begin_;
     const TaskSizes<F> sizes_;
     const QBlock* const x_;
-    const UnpackWith unpack_with_{args_.matrix};
+    const UnpackArgs unpack_args_{args_.matrix};
     OutlierList& outliers_;
     AmxTiles<Unpacked> amx_;
     AdapterLines adapter_lines_;

@@ -63,10 +63,10 @@ class CacheLines {
     int64_t num_lines() const { return lines_; }
     void take(int64_t lines) { lines_ -= lines; }
 
-    // Fetches lines, no more than were taken, into the second-level cache: the first has no room beside what products
+    // Fetches the next lines, if there are any, into the second-level cache: the first has no room beside what products
     // read.
     void fetch(int64_t lines) {
-        for (int64_t i = 0; i < lines; ++i) {
+        for (int64_t i = 0; i < lines && at_ < count_; ++i) {
             Piece& piece = pieces_[at_];
             __builtin_prefetch(piece.begin, 0, 2);
             piece.begin += kLineBytes;
@@ -105,7 +105,7 @@ class AdapterLines {
         each_ = (pieces_.num_lines() + steps - 1) / steps;
     }
 
-    // Returns how many of cache_lines() each of the next `steps` steps fetches. Each step calls `fetch` once.
+    // Returns how many of cache_lines() each of the next `steps` steps fetches, with one call of `fetch`.
     int64_t take(int64_t steps) {
         if (!a_.has_lora) return 0;
         const int64_t left = pieces_.num_lines();

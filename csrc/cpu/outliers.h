@@ -44,13 +44,13 @@ class OutlierList {
     // Adds the products of a segment's outliers and the panel `w`, of a matrix of format F, to the outputs y of the
     // batch that begins with row `first`. Rows of y lie `stride` apart. Columns are divided by the matrix's factor. The
     // panel should have been multiplied before, so that columns are in a cache.
-    template <class F, class With>
-    void add(const char* w, With with, int64_t first, int64_t segment, float factor, float* y, int64_t stride) {
+    template <class F, class UnpackArgs>
+    void add(const char* w, UnpackArgs unpack, int64_t first, int64_t segment, float factor, float* y, int64_t stride) {
         const Begin* begin = begins_.data() + first / rows_.batch_rows * rows_.segments + segment;
         Line* column = columns_.data();
         for (size_t i = begin[0].column; i < begin[1].column; ++i, column += kPanel / kLineFloats) {
             Vec made[kVecsPerPanel];
-            F::column(w, ks_[i], with, made);
+            F::column(w, ks_[i], unpack, made);
             for (int v = 0; v < kVecsPerPanel; ++v) store(column->of + v * kLanes, made[v]);
         }
         const Outlier* one = outliers_.data() + begin[0].outlier;

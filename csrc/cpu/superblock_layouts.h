@@ -23,13 +23,13 @@ static_assert(kUnpackedBlocks % kBlocksPerSuperblock == 0, "whole superblocks ar
 template <class F>
 struct Superblocks {
     // Unpacks `blocks` blocks from `block` on, whole superblocks, into `unpacked`.
-    static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t blocks, UnpackWith with,
+    static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t blocks, UnpackArgs unpack,
                                            char* unpacked) {
         for (int64_t b = 0; b < blocks; b += kBlocksPerSuperblock) {
             const char* super = panel + (block + b) * F::kBlockBytes;
             char* to = unpacked + b * F::kUnpackedBytes;
             for (int v = 0; v < kVecsPerPanel; ++v) {
-                const typename F::Header header(super, v, with.inverse_factor);
+                const typename F::Header header(super, v, unpack.inverse_factor);
                 for_constants<kBlocksPerSuperblock>([&](auto i) {
                     F::template unpack_block<i.kValue>(header, super, v, to + i.kValue * F::kUnpackedBytes);
                 });
@@ -40,11 +40,11 @@ struct Superblocks {
         return {unpacked, F::kUnpackedBytes, unpacked + F::UnpackedFormat::kCodeBytes, F::kUnpackedBytes};
     }
 
-    static inline void column(const char* panel, int64_t k, UnpackWith with, Vec* out) {
+    static inline void column(const char* panel, int64_t k, UnpackArgs unpack, Vec* out) {
         const char* super = panel + k / kSuperblock * kBlocksPerSuperblock * F::kBlockBytes;
         const int at = static_cast<int>(k % kSuperblock);
         for (int v = 0; v < kVecsPerPanel; ++v) {
-            const typename F::Header header(super, v, with.inverse_factor);
+            const typename F::Header header(super, v, unpack.inverse_factor);
             const Vec code = F::code(super, at, v);
             with_constant<kSuperblock / F::kGroup>(
                 at / F::kGroup + 1, [&](auto g) { out[v] = F::template element<g.kValue - 1>(header, code); });
@@ -423,7 +423,7 @@ struct FormatQ6K {
         return mul(load_half(reinterpret_cast<const uint16_t*>(super) + v * kLanes), set1(inverse_factor));
     }
 
-    static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t blocks, UnpackWith with,
+    static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t blocks, UnpackArgs unpack,
                                            char* unpacked) {
         const Ints six = set1_int(0x3f3f3f3f);
         const char* super = panel + block * kBlockBytes;
@@ -443,7 +443,7 @@ struct FormatQ6K {
                 }
                 float* scales = reinterpret_cast<float*>(to + UnpackedFormat::kCodeBytes);
                 for (int v = 0; v < kVecsPerPanel; ++v) {
-                    const Vec d = superblock_scale(super, v, with.inverse_factor);
+                    const Vec d = superblock_scale(super, v, unpack.inverse_factor);
                     for (int g = 0; g < UnpackedFormat::kGroupsPerBlock; ++g) {
                         store(scales + g * kPanel + v * kLanes,
                               scale(super, i * UnpackedFormat::kGroupsPerBlock + g, v, d));
@@ -454,7 +454,7 @@ struct FormatQ6K {
         return view;
     }
 
-    static inline void column(const char* panel, int64_t k, UnpackWith with, Vec* out) {
+    static inline void column(const char* panel, int64_t k, UnpackArgs unpack, Vec* out) {
         const char* super = panel + k / kSuperblock * kSuperBytes;
         const int at = static_cast<int>(k % kSuperblock), step = at % 16 / 4, shift = at % 4 * 8;
         const char* codes = super + kHeaderBytes + at / 16 * 3 * kPanel * 4;
@@ -463,7 +463,7 @@ struct FormatQ6K {
             for (int s = 0; s < 3; ++s) three[s] = load_ints(codes + (s * kPanel + v * kLanes) * 4);
             const Ints lane = step < 3 ? three[step] : fourth_of_six_bits(three[0], three[1], three[2]);
             const Vec code = to_float(code_at<6>(lane, shift));
-            out[v] = mul(scale(super, at / 16, v, superblock_scale(super, v, with.inverse_factor)), code);
+            out[v] = mul(scale(super, at / 16, v, superblock_scale(super, v, unpack.inverse_factor)), code);
         }
     }
 };
@@ -487,7 +487,7 @@ struct TableAndBytes {
         return load_bytes(after_codes(panel, block) + i * kPanel + v * kLanes);
     }
 
-    static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t blocks, UnpackWith with,
+    static inline BlocksView unpack_blocks(const char* panel, int64_t block, int64_t blocks, UnpackArgs unpack,
                                            char* unpacked) {
         constexpr int kGroups = 2 * F::kUnpackedTogether;
         float* scales = reinterpret_cast<float*>(unpacked);
@@ -495,20 +495,20 @@ struct TableAndBytes {
             for (int v = 0; v < kVecsPerPanel; ++v) {
                 Vec of_groups[kGroups];
                 for_constants<kGroups>([&](auto group) {
-                    of_groups[group.kValue] = F::scale(panel, b, group.kValue, v, with.inverse_factor);
+                    of_groups[group.kValue] = F::scale(panel, b, group.kValue, v, unpack.inverse_factor);
                 });
                 for (int g = 0; g < kGroups; ++g) store(scales + g * kPanel + v * kLanes, of_groups[g]);
             }
         }
-        return {panel + block * kBlockBytes, kBlockBytes, unpacked, kUnpackedBytes, with.table};
+        return {panel + block * kBlockBytes, kBlockBytes, unpacked, kUnpackedBytes, unpack.table};
     }
 
-    static inline void column(const char* panel, int64_t k, UnpackWith with, Vec* out) {
+    static inline void column(const char* panel, int64_t k, UnpackArgs unpack, Vec* out) {
         const int64_t block = k / kQBlock, first = block / F::kUnpackedTogether * F::kUnpackedTogether;
         const int at = static_cast<int>(k % kQBlock), group = static_cast<int>(block - first) * 2 + at / 32;
         for (int v = 0; v < kVecsPerPanel; ++v) {
-            out[v] = mul(F::scale(panel, first, group, v, with.inverse_factor),
-                         UnpackedFormat::centred_codes_at(panel + block * kBlockBytes, at, v, with));
+            out[v] = mul(F::scale(panel, first, group, v, unpack.inverse_factor),
+                         UnpackedFormat::centred_codes_at(panel + block * kBlockBytes, at, v, unpack));
         }
     }
 };
