@@ -19,16 +19,7 @@ import zmq
 
 from octavo import logs
 from octavo.config import EngineConfig
-from octavo.engine.wire import (
-    LEAST_SAVING_S,
-    STOP_S,
-    CoreMessage,
-    CoreProcessArgs,
-    FrontendMessage,
-    decode_core_message,
-    encode_message,
-    is_readable,
-)
+from octavo.engine import wire
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.hardware import with_devices
 from octavo.processes import child_command
@@ -52,7 +43,7 @@ class CoreProcess:
         command = child_command("octavo.engine.core_process", str(time.monotonic()), logs.current_format())
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | (environment or {}))
 
-    def configure(self, args: CoreProcessArgs) -> None:
+    def configure(self, args: wire.CoreProcessArgs) -> None:
         """Send the configuration."""
         assert self.process.stdin is not None
         self._is_configured, self._has_disk = True, args.config.cache.disk is not None
@@ -60,7 +51,7 @@ class CoreProcess:
             self.process.stdin.write(msgspec.json.encode(args) + b"\n")
             self.process.stdin.flush()
 
-    def begin_close(self, saving_s: float = STOP_S) -> None:
+    def begin_close(self, saving_s: float = wire.STOP_S) -> None:
         """Tell the process to end and how long it may save blocks, without a wait. A second call does nothing."""
         stdin = self.process.stdin
         if stdin is None or stdin.closed:
@@ -89,8 +80,8 @@ class Core(Protocol):
 
     @property
     def loading_since(self) -> float | None: ...
-    def send(self, message: FrontendMessage) -> None: ...
-    async def receive(self, handle: Callable[[CoreMessage], None]) -> None: ...
+    def send(self, message: wire.FrontendMessage) -> None: ...
+    async def receive(self, handle: Callable[[wire.CoreMessage], None]) -> None: ...
     def end(self) -> None: ...
     def kill(self) -> None: ...
     def wait(self) -> None: ...
@@ -130,11 +121,11 @@ class CoreClient:
         self._unsent: list[bytes] | None = None  # after the first message of a turn: the further ones
         self._may_send = False  # once the core's end of `_sender` is connected
         log_level = logging.getLogger("octavo").getEffectiveLevel()
-        core.configure(CoreProcessArgs(config, core_input, core_output, str(self._end_path), log_level))
+        core.configure(wire.CoreProcessArgs(config, core_input, core_output, str(self._end_path), log_level))
 
-    def send(self, message: FrontendMessage) -> None:
+    def send(self, message: wire.FrontendMessage) -> None:
         """Send a message. Raises `EngineDeadError` if there is no core."""
-        self.send_data(encode_message(message))
+        self.send_data(wire.encode_message(message))
 
     def send_data(self, data: bytes) -> None:
         """`send` for an encoded message. The first message of a turn of the event loop goes at once. Further ones go
@@ -159,13 +150,13 @@ class CoreClient:
             with contextlib.suppress(zmq.ZMQError):
                 self._sender.send_multipart(unsent, zmq.NOBLOCK)
 
-    async def receive(self, handle: Callable[[CoreMessage], None]) -> None:
+    async def receive(self, handle: Callable[[wire.CoreMessage], None]) -> None:
         """Call `handle` with every message, until cancelled or until the process has ended and its last message is
         read. `handle` may send.
 
         After some milliseconds of messages the event loop gets a turn. An error of `handle` ends `receive`.
         """
-        await self.receive_data(lambda data: handle(decode_core_message(data)))
+        await self.receive_data(lambda data: handle(wire.decode_core_message(data)))
 
     async def receive_data(self, handle: Callable[[bytes], None]) -> None:
         """`receive` for encoded messages."""
@@ -180,7 +171,7 @@ class CoreClient:
                 next_turn = None
             end = time.monotonic() + _READ_S
             try:
-                while not failed.done() and is_readable(self._receiver):
+                while not failed.done() and wire.is_readable(self._receiver):
                     self._wait_until_it_hears()
                     handle(self._receiver.recv())
                     if time.monotonic() >= end:
@@ -197,7 +188,7 @@ class CoreClient:
             await asyncio.wait((failed, ended), return_when=asyncio.FIRST_COMPLETED)
             if not failed.done():
                 await asyncio.wait((failed,), timeout=0.1)  # for its last message
-            while not failed.done() and is_readable(self._receiver):
+            while not failed.done() and wire.is_readable(self._receiver):
                 read()
                 await asyncio.sleep(0)
             if failed.done():
@@ -257,7 +248,11 @@ class CoreClient:
 def saving_s(stopping_since: float | None) -> float:
     """Return the seconds that a core may save blocks when it ends now. Its server has begun to stop at
     `stopping_since`, or not at all."""
-    return STOP_S if stopping_since is None else max(LEAST_SAVING_S, stopping_since + STOP_S - time.monotonic())
+    return (
+        wire.STOP_S
+        if stopping_since is None
+        else max(wire.LEAST_SAVING_S, stopping_since + wire.STOP_S - time.monotonic())
+    )
 
 
 def _free_sockets(context: zmq.Context[zmq.Socket[bytes]], *sockets: zmq.Socket[bytes]) -> None:

@@ -26,17 +26,9 @@ from octavo.distributed.heartbeat import Heartbeat
 from octavo.distributed.listener import Caller, Listener, Member, has_gone, refuse
 from octavo.distributed.messages import Ended, EngineLink, GroupReady, Join, Joined, News, Refused
 from octavo.distributed.node_settings import difference, settings_of
+from octavo.engine import wire
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.framing import read_message, write_message
-from octavo.engine.wire import (
-    CoreMessage,
-    Failed,
-    FrontendMessage,
-    Ready,
-    StepOutputs,
-    decode_core_message,
-    encode_message,
-)
 from octavo.errors import ConfigError, EngineDeadError, OctavoError
 from octavo.node_token import TOKEN_VARIABLE, check_token, group_token
 from octavo.request import EngineRequest
@@ -190,7 +182,7 @@ class RemoteCore:
         self._ended: asyncio.Future[None] | None = None
         self._why: str | None = None
 
-    def send(self, message: FrontendMessage) -> None:
+    def send(self, message: wire.FrontendMessage) -> None:
         if self._writer is None or self._why is not None:
             raise EngineDeadError(f"engine {self._rank} cannot be reached.")
         if isinstance(message, EngineRequest):
@@ -198,9 +190,9 @@ class RemoteCore:
             message = msgspec.structs.replace(
                 message, arrival_time=message.arrival_time - self._clock_ahead_s, deadline=deadline
             )
-        write_message(self._writer, encode_message(message))
+        write_message(self._writer, wire.encode_message(message))
 
-    async def receive(self, handle: Callable[[CoreMessage], None]) -> None:
+    async def receive(self, handle: Callable[[wire.CoreMessage], None]) -> None:
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         if self._why is not None:
@@ -227,12 +219,12 @@ class RemoteCore:
             if self._writer is not None:
                 self._writer.transport.abort()
 
-    async def _serve(self, handle: Callable[[CoreMessage], None], loop: asyncio.AbstractEventLoop) -> None:
+    async def _serve(self, handle: Callable[[wire.CoreMessage], None], loop: asyncio.AbstractEventLoop) -> None:
         """Pass messages to `handle` until the connection ends or `handle` raises."""
         try:
             host = await self._arrival()
         except OctavoError as error:
-            handle(Failed(str(error), expected=True))
+            handle(wire.Failed(str(error), expected=True))
             self._end(str(error))
             return
         logger.info("%s has joined", host)
@@ -255,11 +247,11 @@ class RemoteCore:
         reader = await self._connect(host, hear, lose)
         while reader is not None:
             try:
-                message = self._with_own_clock(decode_core_message(await read_message(reader)))
+                message = self._with_own_clock(wire.decode_core_message(await read_message(reader)))
             except (OSError, EOFError, msgspec.MsgspecError) as error:
                 logger.debug("the connection of %s has ended: %r", host, error)
                 return
-            if isinstance(message, Ready) and self._heartbeat is not None:
+            if isinstance(message, wire.Ready) and self._heartbeat is not None:
                 self._heartbeat.be_strict()
                 self._heartbeat.say(GroupReady())
             handle(message)
@@ -294,8 +286,8 @@ class RemoteCore:
             wait_s = _NOTICE_S
             logger.warning("the server waits for engine %d to join at %s", self._rank, self._hosts.address)
 
-    def _with_own_clock(self, message: CoreMessage) -> CoreMessage:
-        if isinstance(message, StepOutputs):
+    def _with_own_clock(self, message: wire.CoreMessage) -> wire.CoreMessage:
+        if isinstance(message, wire.StepOutputs):
             for output in message.outputs:
                 if output.first_scheduled_time:
                     output.first_scheduled_time += self._clock_ahead_s

@@ -21,30 +21,12 @@ from typing import Any
 import msgspec
 
 from octavo.config import EngineConfig
+from octavo.engine import wire
 from octavo.engine.core_client import CoreProcess
 from octavo.engine.hub_link import Answering, Channels, CoreEnded
 from octavo.engine.prompt_notes import PromptNotes
 from octavo.engine.sleep_names import PAUSE_MODES, SLEEP_MODES, SLEEPERS, check_level, check_mode, woken_by
 from octavo.engine.supervisor import Supervisor, record_ready
-from octavo.engine.wire import (
-    Abort,
-    AbortAll,
-    AdapterLoaded,
-    CacheWasReset,
-    CoreMessage,
-    DropCacheSession,
-    GetLiveView,
-    LiveView,
-    Loading,
-    Ready,
-    ResetCache,
-    SetPaused,
-    StepBegins,
-    StepOutputs,
-    Trials,
-    decode_frontend_message,
-    encode_message,
-)
 from octavo.errors import EngineDeadError, OctavoError
 from octavo.metrics.prometheus import EngineMetrics
 from octavo.metrics.summed import Snapshot, render_sum, snapshot, sum_of
@@ -68,7 +50,7 @@ class _Outputs(msgspec.Struct, tag="step"):
 
     outputs: list[SequenceOutput]
     stats: msgspec.Raw
-    adapters: list[AdapterLoaded]
+    adapters: list[wire.AdapterLoaded]
 
 
 class FrontEnd:
@@ -146,45 +128,45 @@ class _Engine:
         self._num_trials.pop(front, None)
         self._without_core.pop(front, None)
         self._held = {request_id: one for request_id, one in self._held.items() if one[0] is not front}
-        self.supervisor.tell(AbortAll(front.prefix))
+        self.supervisor.tell(wire.AbortAll(front.prefix))
         if self._on_trial is front:
             self._on_trial = None
         self._give_core()
 
     def take(self, front: FrontEnd, data: bytes) -> None:
         """Pass a front end's message on to the core."""
-        message = decode_frontend_message(data)
+        message = wire.decode_frontend_message(data)
         match message:
-            case Trials(number):
+            case wire.Trials(number):
                 self._num_trials[front] = number
                 self._untold.discard(front)
                 if self._on_trial is front and not number:
                     self._on_trial = None
                 self._give_core()
                 return
-            case EngineRequest() | ResetCache() | DropCacheSession() | GetLiveView() if (
+            case EngineRequest() | wire.ResetCache() | wire.DropCacheSession() | wire.GetLiveView() if (
                 not self.has_core or front in self._untold
             ):
                 return  # sent before the front end knew of the core's end; it will ask the next core
-            case ResetCache() | DropCacheSession():
+            case wire.ResetCache() | wire.DropCacheSession():
                 self._resets.append(front)
-            case GetLiveView():
+            case wire.GetLiveView():
                 self._views.append(front)
-            case SetPaused(is_paused):
+            case wire.SetPaused(is_paused):
                 self._is_paused = is_paused
             case EngineRequest(request_id) if self._on_trial not in (None, front):
                 self._held[request_id] = front, data
                 return
-            case Abort(request_id) if self._held.pop(request_id, None) is not None:
+            case wire.Abort(request_id) if self._held.pop(request_id, None) is not None:
                 return  # the core never had it
             case EngineRequest():
                 self._has_requests = True
         self.supervisor.tell(message)
 
-    def _handle(self, message: CoreMessage) -> None:
+    def _handle(self, message: wire.CoreMessage) -> None:
         fronts = self._hub.fronts
         match message:
-            case StepOutputs(outputs, stats, adapters):
+            case wire.StepOutputs(outputs, stats, adapters):
                 self._has_requests = stats.num_running + stats.num_waiting + stats.num_swapped > 0
                 of_front: dict[str, list[SequenceOutput]] = {number: [] for number in fronts}
                 for output in outputs:
@@ -194,18 +176,18 @@ class _Engine:
                 for number, front in fronts.items():
                     front.send(self.rank, _encode_raw(_Outputs(of_front[number], encoded, adapters)))
                 self.metrics.record_step(stats)
-            case StepBegins(request_ids=request_ids):
+            case wire.StepBegins(request_ids=request_ids):
                 for front in fronts.values():
                     own_ids = [one for one in request_ids if one.startswith(front.prefix)]
-                    front.send(self.rank, encode_message(StepBegins(own_ids)))
-            case Loading(share=share):
+                    front.send(self.rank, wire.encode_message(wire.StepBegins(own_ids)))
+            case wire.Loading(share=share):
                 self._hub.on_loading(self.rank, share)
-            case LiveView():
-                self._views.popleft().send(self.rank, encode_message(message))
-            case CacheWasReset():
-                self._resets.popleft().send(self.rank, encode_message(message))
-            case Ready():
-                self._ready, self.has_core = encode_message(message), True
+            case wire.LiveView():
+                self._views.popleft().send(self.rank, wire.encode_message(message))
+            case wire.CacheWasReset():
+                self._resets.popleft().send(self.rank, wire.encode_message(message))
+            case wire.Ready():
+                self._ready, self.has_core = wire.encode_message(message), True
                 record_ready(self.metrics, message, self.supervisor.config)
                 self._without_core = dict.fromkeys(fronts.values())
                 self._give_core()
@@ -328,9 +310,9 @@ class EngineHub:
     def is_asleep(self) -> bool:
         return bool(self._asleep)
 
-    async def wait_ready(self) -> Ready:
+    async def wait_ready(self) -> wire.Ready:
         """Return when all engines have been ready, with the sizes of one."""
-        ready: list[Ready] = await self._all_engines(lambda engine: engine.supervisor.wait_ready())
+        ready: list[wire.Ready] = await self._all_engines(lambda engine: engine.supervisor.wait_ready())
         return ready[0]
 
     async def wait_failed(self) -> None:

@@ -20,27 +20,12 @@ import msgspec
 import numpy as np
 
 from octavo.errors import ConfigError, OctavoError
+from octavo.execution import worker_messages
 from octavo.execution.cache_fingerprint import identify_weights, node_identity
 from octavo.execution.executor import LocalExecutor
 from octavo.execution.host_workers import FollowerArgs
 from octavo.execution.submitted_step import SubmittedStep
 from octavo.execution.worker_group import Follower, has_hung_up
-from octavo.execution.worker_messages import (
-    AgreedSizes,
-    BlockContents,
-    CannotStart,
-    ForgetAdapter,
-    MoveBlocks,
-    Number,
-    Plan,
-    PrepareAdapter,
-    ReadBlocks,
-    ReleaseCache,
-    SampledTokens,
-    TowerRows,
-    WorkerReady,
-    WriteBlocks,
-)
 from octavo.logs import configure_logging
 from octavo.processes import follow_parent
 
@@ -79,37 +64,37 @@ def _run(leader: Connection, args: FollowerArgs) -> None:
         executor = LocalExecutor(args.config, worker_group=worker_group)
         node = "" if weights is None else node_identity(weights.result()[0])
     except OctavoError as e:
-        worker_group.tell(CannotStart(str(e), isinstance(e, ConfigError)))
+        worker_group.tell(worker_messages.CannotStart(str(e), isinstance(e, ConfigError)))
         return
-    worker_group.tell(WorkerReady(list(executor.block_bytes), executor.hardware[0], node))
+    worker_group.tell(worker_messages.WorkerReady(list(executor.block_bytes), executor.hardware[0], node))
     gc.freeze()
     steps: deque[SubmittedStep] = deque()  # steps whose tokens are not known yet
     while True:
         match worker_group.hear():
-            case Plan(plan):
+            case worker_messages.Plan(plan):
                 step = executor.worker.runner.submit(plan)
                 if step.gathered.shape.samples and executor.worker.runner.pooling_table is None:
                     steps.append(step)
-            case SampledTokens() as sampled:
+            case worker_messages.SampledTokens() as sampled:
                 step = steps.popleft()
                 step.take_tokens(sampled.tokens)
                 step.result()
-            case TowerRows() as media:
+            case worker_messages.TowerRows() as media:
                 executor.worker.take_rows(media.rows)
-            case PrepareAdapter(source):
+            case worker_messages.PrepareAdapter(source):
                 executor.prepare_adapter(source).add_done_callback(partial(worker_group.tell_read, source.identity))
-            case ForgetAdapter(identity):
+            case worker_messages.ForgetAdapter(identity):
                 executor.forget_adapter(identity)
-            case ReleaseCache():
+            case worker_messages.ReleaseCache():
                 executor.release_cache()
-            case MoveBlocks(moves):
+            case worker_messages.MoveBlocks(moves):
                 executor.move_blocks(moves)
-            case ReadBlocks(pool, blocks):
-                worker_group.tell(BlockContents(executor.read_blocks(pool, blocks).tobytes()))
-            case WriteBlocks(pool, blocks, contents):
+            case worker_messages.ReadBlocks(pool, blocks):
+                worker_group.tell(worker_messages.BlockContents(executor.read_blocks(pool, blocks).tobytes()))
+            case worker_messages.WriteBlocks(pool, blocks, contents):
                 parts = np.frombuffer(contents, np.uint8).reshape(len(blocks), -1)
                 executor.write_blocks(pool, blocks, parts)
-            case Number() | AgreedSizes() as other:
+            case worker_messages.Number() | worker_messages.AgreedSizes() as other:
                 raise AssertionError(f"nobody has asked for {other}")
 
 

@@ -30,33 +30,9 @@ from numpy.typing import NDArray
 from octavo.config import EngineConfig
 from octavo.distributed.group import NodeGroup
 from octavo.errors import ConfigError, LoadError, RequestError
+from octavo.execution import worker_messages
 from octavo.execution.host_workers import FollowerArgs, HostWorkers, configured_worker_ranks, end_processes
 from octavo.execution.stage_links import HUNG_UP, NO_LINKS, WorkerRank
-from octavo.execution.worker_messages import (
-    AdapterRead,
-    AgreedSizes,
-    BlockContents,
-    CannotStart,
-    ForgetAdapter,
-    MemoryOffer,
-    MoveBlocks,
-    Number,
-    Offer,
-    Plan,
-    PrepareAdapter,
-    ReadBlocks,
-    ReleaseCache,
-    SampledTokens,
-    Sizes,
-    ToFollower,
-    ToLeader,
-    TowerRows,
-    WorkerReady,
-    WriteBlocks,
-    decode_to_follower,
-    decode_to_leader,
-    encode,
-)
 from octavo.layers.tensor_parallel import Shard
 from octavo.models.description import ModelDescription
 from octavo.request import AdapterSource
@@ -68,7 +44,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.02  # between checks whether another thread has read the answer, or the group is closed
 _ANSWER_S = 60.0  # longest wait for a follower's blocks: a follower that hangs in a step sends none
 
-_Message = TypeVar("_Message", bound=ToLeader)
+_Message = TypeVar("_Message", bound=worker_messages.ToLeader)
 
 
 class WorkerGroup:
@@ -89,11 +65,11 @@ class WorkerGroup:
         """Sockets to the other workers that this one is connected to."""
         return []
 
-    def agree(self, choose: Callable[[], Sizes]) -> Sizes:
+    def agree(self, choose: Callable[[], worker_messages.Sizes]) -> worker_messages.Sizes:
         """Return the sizes that the first worker chooses with `choose`."""
         return choose()
 
-    def smallest(self, own: Offer) -> Offer:
+    def smallest(self, own: worker_messages.Offer) -> worker_messages.Offer:
         """Return the smallest offer of all workers, on the first one. The others learn the choice from `agree`."""
         return own
 
@@ -183,31 +159,31 @@ class Leader(WorkerGroup):
     def connections(self) -> list[int]:
         return [follower.fileno() for follower in self._followers]
 
-    def agree(self, choose: Callable[[], Sizes]) -> Sizes:
+    def agree(self, choose: Callable[[], worker_messages.Sizes]) -> worker_messages.Sizes:
         chosen = choose()
-        self._tell(AgreedSizes(chosen))
+        self._tell(worker_messages.AgreedSizes(chosen))
         return chosen
 
-    def smallest(self, own: Offer) -> Offer:
+    def smallest(self, own: worker_messages.Offer) -> worker_messages.Offer:
         found = own
-        for worker_rank, message in zip(self._worker_ranks, self._hear_all(MemoryOffer), strict=True):
+        for worker_rank, message in zip(self._worker_ranks, self._hear_all(worker_messages.MemoryOffer), strict=True):
             if message.offer.num_bytes < found.num_bytes:
                 where = (
                     f"{message.offer.source} on node {worker_rank.node}"
                     if worker_rank.num_nodes > 1
                     else message.offer.source
                 )
-                found = Offer(message.offer.num_bytes, where)
+                found = worker_messages.Offer(message.offer.num_bytes, where)
         return found
 
     def largest(self, own: int) -> int:
-        found: int = max([own, *(message.value for message in self._hear_all(Number))])
-        self._tell(Number(found))
+        found: int = max([own, *(message.value for message in self._hear_all(worker_messages.Number))])
+        self._tell(worker_messages.Number(found))
         return found
 
     def wait_until_ready(self) -> None:
         """Return when all followers are ready. Raises the error of one that could not start."""
-        ready = self._hear_all(WorkerReady)
+        ready = self._hear_all(worker_messages.WorkerReady)
         self.block_bytes, self.hardware = [one.block_bytes for one in ready], [one.hardware for one in ready]
         self.other_nodes = [one.node for one in ready if one.node]
         if self._group is not None:
@@ -218,11 +194,11 @@ class Leader(WorkerGroup):
         found = []
         for worker_rank, follower in zip(self._worker_ranks, self._followers, strict=True):
             try:
-                message = decode_to_leader(follower.recv_bytes())
+                message = worker_messages.decode_to_leader(follower.recv_bytes())
             except (EOFError, OSError):
                 lost = None if self._group is None else self._group.lost
                 raise LoadError(str(lost or f"{worker_rank} ended before it was ready.")) from None
-            if isinstance(message, CannotStart):
+            if isinstance(message, worker_messages.CannotStart):
                 kind_of_error = ConfigError if message.is_of_flags else LoadError
                 where = f"node {worker_rank.node}: " if worker_rank.node != self.worker_rank.node else ""
                 raise kind_of_error(where + message.error)
@@ -239,13 +215,13 @@ class Leader(WorkerGroup):
 
     def send_rows(self, rows: dict[bytes, NDArray[np.float32]]) -> None:
         """Send the rows of the next plan's media."""
-        self._tell_before_step(encode(TowerRows.of(rows)))
+        self._tell_before_step(worker_messages.encode(worker_messages.TowerRows.of(rows)))
 
     def send_plan(self, plan: StepPlan) -> None:
         """Send a plan, without sampling parameters, to the other workers, which do not need them. The other workers of
         the last of several stages get it with `begin_step`."""
         admissions = [_without_sampling(admission) for admission in plan.admissions]
-        self._tell_before_step(encode(Plan(replace(plan, admissions=admissions))))
+        self._tell_before_step(worker_messages.encode(worker_messages.Plan(replace(plan, admissions=admissions))))
         self._unsent.append([])
 
     def begin_step(self) -> None:
@@ -255,12 +231,12 @@ class Leader(WorkerGroup):
                 self._tell_each(data, is_late=True)
 
     def send_tokens(self, tokens: NDArray[np.int64]) -> None:
-        self._tell(SampledTokens(tokens.tobytes()))
+        self._tell(worker_messages.SampledTokens(tokens.tobytes()))
 
     def prepare_adapter(self, source: AdapterSource, own: Future[int]) -> Future[int]:
         """Have the other workers read an adapter too, beside the first worker's `own` future. The result is the most
         pages that a worker needs."""
-        self._tell(PrepareAdapter(source))
+        self._tell(worker_messages.PrepareAdapter(source))
         return self._listener.submit(self._all_read, source.identity, own)
 
     def _all_read(self, identity: str, own: Future[int]) -> int:
@@ -274,11 +250,11 @@ class Leader(WorkerGroup):
         return max(num_pages, *(answer.num_pages for answer in answers))
 
     def move_blocks(self, moves: Sequence[BlockMoves]) -> None:
-        self._tell(MoveBlocks(list(moves)))
+        self._tell(worker_messages.MoveBlocks(list(moves)))
 
     def read_blocks(self, pool: int, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
         """Return each follower's part of blocks, [len(blocks), bytes of its part]."""
-        self._tell(ReadBlocks(pool, list(blocks)))
+        self._tell(worker_messages.ReadBlocks(pool, list(blocks)))
         return [np.frombuffer(inbox.next_contents(), np.uint8).reshape(len(blocks), -1) for inbox in self._inboxes]
 
     def write_blocks(self, pool: int, blocks: Sequence[int], parts: Sequence[NDArray[np.uint8]], is_late: bool) -> None:
@@ -286,13 +262,17 @@ class Leader(WorkerGroup):
         get plans with `begin_step`; otherwise of all others."""
         for part, worker_rank, follower in zip(parts, self._worker_ranks, self._followers, strict=True):
             if (worker_rank in self._late) == is_late:
-                self._tell_one(worker_rank, follower, encode(WriteBlocks(pool, list(blocks), part.tobytes())))
+                self._tell_one(
+                    worker_rank,
+                    follower,
+                    worker_messages.encode(worker_messages.WriteBlocks(pool, list(blocks), part.tobytes())),
+                )
 
     def forget_adapter(self, identity: str) -> None:
-        self._tell(ForgetAdapter(identity))
+        self._tell(worker_messages.ForgetAdapter(identity))
 
     def release_cache(self) -> None:
-        self._tell(ReleaseCache())
+        self._tell(worker_messages.ReleaseCache())
 
     def on_death(self, act: Callable[[str], None]) -> None:
         """Have a thread call `act`, with a reason for clients, when a follower of this host ends or another node is
@@ -325,8 +305,8 @@ class Leader(WorkerGroup):
         self._tell_each(data, is_late=False)
         self._unsent[-1].append(data)
 
-    def _tell(self, message: ToFollower) -> None:
-        data = encode(message)
+    def _tell(self, message: worker_messages.ToFollower) -> None:
+        data = worker_messages.encode(message)
         for is_late in (False, True):
             self._tell_each(data, is_late)
 
@@ -348,11 +328,11 @@ class _Inbox:
 
     def __init__(self, worker_rank: WorkerRank, follower: Connection) -> None:
         self._worker_rank, self._follower = worker_rank, follower
-        self._adapters: dict[str, AdapterRead] = {}  # by identity
+        self._adapters: dict[str, worker_messages.AdapterRead] = {}  # by identity
         self._contents: deque[bytes] = deque()
         self._lock = threading.Lock()  # held while reading the next message
 
-    def wait_for_adapter(self, identity: str) -> AdapterRead:
+    def wait_for_adapter(self, identity: str) -> worker_messages.AdapterRead:
         """Raises `LoadError` if the worker ends."""
         try:
             while identity not in self._adapters:
@@ -377,10 +357,10 @@ class _Inbox:
             raise RuntimeError(f"{self._worker_rank} has ended.") from None
 
     def _take_in(self) -> None:
-        match decode_to_leader(self._follower.recv_bytes()):
-            case AdapterRead() as answer:
+        match worker_messages.decode_to_leader(self._follower.recv_bytes()):
+            case worker_messages.AdapterRead() as answer:
                 self._adapters[answer.identity] = answer
-            case BlockContents(contents):
+            case worker_messages.BlockContents(contents):
                 self._contents.append(contents)
             case other:
                 raise AssertionError(f"{self._worker_rank} says {other}")
@@ -401,22 +381,22 @@ class Follower(WorkerGroup):
     def connections(self) -> list[int]:
         return [self._leader.fileno()]
 
-    def agree(self, choose: Callable[[], Sizes]) -> Sizes:
+    def agree(self, choose: Callable[[], worker_messages.Sizes]) -> worker_messages.Sizes:
         chosen = self.hear()
-        assert isinstance(chosen, AgreedSizes)
+        assert isinstance(chosen, worker_messages.AgreedSizes)
         return chosen.sizes
 
-    def smallest(self, own: Offer) -> Offer:
-        self.tell(MemoryOffer(own))
+    def smallest(self, own: worker_messages.Offer) -> worker_messages.Offer:
+        self.tell(worker_messages.MemoryOffer(own))
         return own
 
-    def hear(self) -> ToFollower:
+    def hear(self) -> worker_messages.ToFollower:
         """Return the first worker's next message. Raises `EOFError` or `OSError` if it has ended."""
-        message: ToFollower = decode_to_follower(self._leader.recv_bytes())
+        message: worker_messages.ToFollower = worker_messages.decode_to_follower(self._leader.recv_bytes())
         return message
 
-    def tell(self, message: ToLeader) -> None:
-        data = encode(message)
+    def tell(self, message: worker_messages.ToLeader) -> None:
+        data = worker_messages.encode(message)
         with self._answering:
             self._leader.send_bytes(data)
 
@@ -424,20 +404,20 @@ class Follower(WorkerGroup):
         """Answer `PrepareAdapter`, in the thread that has read the adapter."""
         error = read.exception()
         if error is None:
-            answer = AdapterRead(identity, read.result())
+            answer = worker_messages.AdapterRead(identity, read.result())
         elif isinstance(error, RequestError):
-            answer = AdapterRead(identity, 0, str(error))
+            answer = worker_messages.AdapterRead(identity, 0, str(error))
         else:
             logger.error("an adapter could not be read", exc_info=error)
-            answer = AdapterRead(identity, 0, type(error).__name__, is_of_request=False)
+            answer = worker_messages.AdapterRead(identity, 0, type(error).__name__, is_of_request=False)
         # If the first worker has ended, the main thread notices.
         with contextlib.suppress(OSError):
             self.tell(answer)
 
     def largest(self, own: int) -> int:
-        self.tell(Number(own))
+        self.tell(worker_messages.Number(own))
         found = self.hear()
-        assert isinstance(found, Number)
+        assert isinstance(found, worker_messages.Number)
         return found.value
 
 

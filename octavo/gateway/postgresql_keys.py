@@ -11,17 +11,8 @@ import json
 from typing import Any
 
 from octavo.errors import ConfigError, RequestError
+from octavo.gateway import key_store
 from octavo.gateway.client_keys import LIMITS, name_taken
-from octavo.gateway.key_store import (
-    Answer,
-    KeyDatabase,
-    KeyRow,
-    LostError,
-    Operation,
-    UsageRow,
-    is_ambiguous,
-    wrong_address,
-)
 
 _MISSING = ""
 try:
@@ -127,19 +118,19 @@ _HAS_NAME = "SELECT 1 FROM octavo_keys WHERE settings->>'name' = %s AND id <> %s
 _KEY = "SELECT id, settings::text, requests, prompt_tokens, completion_tokens FROM octavo_keys "
 
 
-class PostgresqlKeys(KeyDatabase):
+class PostgresqlKeys(key_store.KeyDatabase):
     """The database at postgresql://USER:PASSWORD@HOST:PORT/DATABASE, with any parameter that libpq knows."""
 
     def __init__(self, address: str) -> None:
         """Raises `ConfigError`."""
         if _MISSING:
             raise ConfigError(f"--keys postgresql://... needs psycopg ({_MISSING}): pip install 'psycopg[binary]'.")
-        wrong = wrong_address("PostgreSQL", "postgresql://USER:PASSWORD@HOST:PORT/DATABASE")
+        wrong = key_store.wrong_address("PostgreSQL", "postgresql://USER:PASSWORD@HOST:PORT/DATABASE")
         try:
             parts = conninfo_to_dict(address)
         except psycopg.Error:
             raise wrong from None
-        if is_ambiguous(address) or str(parts.get("port", "")).strip("0123456789,"):
+        if key_store.is_ambiguous(address) or str(parts.get("port", "")).strip("0123456789,"):
             raise wrong
         self.address = f"PostgreSQL at {parts.get('host', 'localhost')}"
         self._conninfo = address
@@ -149,7 +140,7 @@ class PostgresqlKeys(KeyDatabase):
     async def prepare(self) -> None:
         if not (await self._run(_HAS_SCHEMA, (_SIGNATURE,)))[0][0]:  # a role that may not make the schema can use it
             await self._make_schema()
-        with contextlib.suppress(LostError):  # the role may lack the right
+        with contextlib.suppress(key_store.LostError):  # the role may lack the right
             await self._run(_CLEAN, ())
 
     async def _make_schema(self) -> None:
@@ -164,19 +155,21 @@ class PostgresqlKeys(KeyDatabase):
         for purpose, connection in list(self._connections.items()):
             await self._drop(purpose, connection)
 
-    async def count(self, writer: str, number: int, now: float | None, operations: list[Operation]) -> list[Answer]:
+    async def count(
+        self, writer: str, number: int, now: float | None, operations: list[key_store.Operation]
+    ) -> list[key_store.Answer]:
         values = (writer, number, now, json.dumps(operations))
         rows = await self._run(f"SELECT {_FUNCTION}(%s, %s, %s, %s::jsonb)", values, "count")
-        answers: list[Answer] = rows[0][0]
+        answers: list[key_store.Answer] = rows[0][0]
         return answers
 
-    async def find(self, digest: bytes) -> KeyRow | None:
+    async def find(self, digest: bytes) -> key_store.KeyRow | None:
         return next(iter(await self._run(_KEY + "WHERE digest = %s", (digest,), "find")), None)
 
-    async def get(self, key_id: str) -> KeyRow | None:
+    async def get(self, key_id: str) -> key_store.KeyRow | None:
         return next(iter(await self._run(_KEY + "WHERE id = %s", (key_id,))), None)
 
-    async def keys(self) -> list[KeyRow]:
+    async def keys(self) -> list[key_store.KeyRow]:
         return await self._run(_KEY + "ORDER BY number", ())
 
     async def add(self, key_id: str, digest: bytes, settings: str, name: str) -> None:
@@ -196,7 +189,7 @@ class PostgresqlKeys(KeyDatabase):
     async def delete(self, key_id: str) -> None:
         await self._run("DELETE FROM octavo_keys WHERE id = %s RETURNING id", (key_id,))
 
-    async def used(self, first_day: int, last_day: int) -> list[UsageRow]:
+    async def used(self, first_day: int, last_day: int) -> list[key_store.UsageRow]:
         statement = (
             "SELECT key, day, model, requests, prompt_tokens, completion_tokens FROM octavo_usage "
             "WHERE day BETWEEN %s AND %s"
@@ -220,7 +213,7 @@ class PostgresqlKeys(KeyDatabase):
             raise _unkept(error) from None
         except psycopg.Error as error:
             await self._drop(purpose, connection)
-            raise LostError(_said(error)) from None
+            raise key_store.LostError(_said(error)) from None
         except BaseException:  # an answer that nobody reads may still come
             await self._drop(purpose, connection)
             raise
@@ -238,7 +231,7 @@ class PostgresqlKeys(KeyDatabase):
         except (psycopg.DataError, psycopg.IntegrityError) as error:
             raise _unkept(error) from None
         except psycopg.Error as error:
-            raise LostError(_said(error)) from None
+            raise key_store.LostError(_said(error)) from None
 
     async def _drop(self, purpose: str, connection: psycopg.AsyncConnection[tuple[Any, ...]] | None) -> None:
         """Use a connection no more. Its last statement closes it, as event loops cannot watch a closed socket."""

@@ -13,20 +13,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from octavo.errors import LoadError
+from octavo.loading import tokenizer_parts
 from octavo.loading.gguf_file import GGUFFile
 from octavo.loading.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from octavo.loading.tokenizer_parts import (
-    CONTROL,
-    NORMAL,
-    USER_DEFINED,
-    SentencePieces,
-    TokenizerParts,
-    byte_level_bpe,
-    frame,
-    merges_from_scores,
-    sentencepiece,
-    word_piece,
-)  # fmt: skip
 
 # Kinds that add BOS or EOS to a text if the file does not say, as in llama.cpp.
 _ADDS_BOS, _ADDS_EOS = ("llama", "bert"), ("t5",)
@@ -38,13 +27,13 @@ _ROLES = {
 _PHI3_KEEPS = {"<unk>", "<s>", "<|endoftext|>"}
 
 
-def build_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
+def build_gguf_tokenizer(file: GGUFFile) -> tokenizer_parts.TokenizerParts:
     """Return the file's tokenizer. Raises `LoadError` if the file has no tokenizer, or a kind that is not built."""
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind is None:
         raise LoadError(f"{file.path} carries no tokenizer; pass --tokenizer with a folder or a Hugging Face id.")
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(_strings(file, "tokens"))]
-    types = file.metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    types = file.metadata.get("tokenizer.ggml.token_type") or [tokenizer_parts.NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise LoadError(f"{file.path} is damaged: {len(types)} token types for {len(tokens)} tokens.")
     special = {
@@ -68,17 +57,17 @@ def build_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
 
     # Control tokens are special, so decoding can leave them out. User-defined tokens, such as <think>, are not special
     # and stay in the text.
-    control = [t for t, token_type in zip(tokens, types, strict=True) if token_type == CONTROL]
+    control = [t for t, token_type in zip(tokens, types, strict=True) if token_type == tokenizer_parts.CONTROL]
     control += [t for role, t in special.items() if role == "unk_token" and t not in control]
     # In Phi 3's own tokenizer.json most control tokens take the blanks that follow; GGUF files cannot say so.
     strips = (
         set(control) - _PHI3_KEEPS if kind == "llama" and file.metadata.get("general.architecture") == "phi3" else set()
     )
     backend.add_special_tokens([AddedToken(t, normalized=False, rstrip=t in strips) for t in control])
-    plain = [t for t, token_type in zip(tokens, types, strict=True) if token_type == USER_DEFINED]
+    plain = [t for t, token_type in zip(tokens, types, strict=True) if token_type == tokenizer_parts.USER_DEFINED]
     backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in plain])
     _frame(file, backend, special, adds_bos=kind in _ADDS_BOS or pre.adds_bos, adds_eos=kind in _ADDS_EOS)
-    return TokenizerParts(backend, special, chat_template=_chat_template(file))
+    return tokenizer_parts.TokenizerParts(backend, special, chat_template=_chat_template(file))
 
 
 def _frame(file: GGUFFile, backend: Tokenizer, special: dict[str, str], adds_bos: bool, adds_eos: bool) -> None:
@@ -93,7 +82,9 @@ def _frame(file: GGUFFile, backend: Tokenizer, special: dict[str, str], adds_bos
         adds["eos"] = bool(file.metadata.get("tokenizer.ggml.add_sep_token", True))
     else:
         start, end = special.get("bos_token"), special.get("eos_token")
-    frame(backend, [start] if start and adds["bos"] else [], [end] if end and adds["eos"] else [], has_types=is_bert)
+    tokenizer_parts.frame(
+        backend, [start] if start and adds["bos"] else [], [end] if end and adds["eos"] else [], has_types=is_bert
+    )
 
 
 def _chat_template(file: GGUFFile) -> str | dict[str, str] | None:
@@ -119,10 +110,12 @@ def _byte_level_bpe(file: GGUFFile, tokens: list[str], pre: PreTokenizer) -> Tok
     vocab = {token: i for i, token in enumerate(tokens)}
     merges: Iterable[Any]
     if file.metadata.get("tokenizer.ggml.pre") == "kimi-k2" and "tokenizer.ggml.merges" not in file.metadata:
-        merges = merges_from_scores({token: -i for token, i in vocab.items()})  # made from a tiktoken file
+        merges = tokenizer_parts.merges_from_scores(
+            {token: -i for token, i in vocab.items()}
+        )  # made from a tiktoken file
     else:
         merges = [tuple(merge.split(" ")) for merge in _strings(file, "merges")]
-    return byte_level_bpe(file.path, vocab, merges, pre)
+    return tokenizer_parts.byte_level_bpe(file.path, vocab, merges, pre)
 
 
 def _sentencepiece(file: GGUFFile, kind: str, tokens: list[str], types: list[int]) -> Tokenizer:
@@ -131,9 +124,9 @@ def _sentencepiece(file: GGUFFile, kind: str, tokens: list[str], types: list[int
         found = f"{len(scores)} for {len(tokens)} tokens" if isinstance(scores, list) else "none"
         raise LoadError(f"{file.path} is damaged: its tokenizer needs a score for each token and has {found}.")
     charsmap = file.metadata.get("tokenizer.ggml.precompiled_charsmap") or []
-    return sentencepiece(
+    return tokenizer_parts.sentencepiece(
         file.path,
-        SentencePieces(
+        tokenizer_parts.SentencePieces(
             tokens, scores, types,
             is_unigram=kind == "t5",
             unk_id=file.metadata.get("tokenizer.ggml.unknown_token_id", 2 if kind == "t5" else 0),
@@ -149,7 +142,7 @@ def _as_word_pieces(tokens: list[str], types: list[int], special: dict[str, str]
     """Return tokens and special tokens as BERT writes them. Files mark the start of a word with ▁; BERT marks the parts
     after the start with ##."""
     words = {
-        token: token if token_type != NORMAL else token[1:] if token.startswith("▁") else f"##{token}"
+        token: token if token_type != tokenizer_parts.NORMAL else token[1:] if token.startswith("▁") else f"##{token}"
         for token, token_type in zip(tokens, types, strict=True)
     }
     # A special token may have the type of normal tokens.
@@ -161,7 +154,7 @@ def _word_piece(file: GGUFFile, tokens: list[str], unk_token: str) -> Tokenizer:
     lowercase = bool(file.metadata.get("tokenizer.ggml.normalizer.lowercase", True))
     strips_accents = bool(file.metadata.get("tokenizer.ggml.normalizer.strip_accents", lowercase))
     vocab = {token: i for i, token in enumerate(tokens)}
-    return word_piece(vocab, unk_token, lowercase=lowercase, strips_accents=strips_accents)
+    return tokenizer_parts.word_piece(vocab, unk_token, lowercase=lowercase, strips_accents=strips_accents)
 
 
 def _strings(file: GGUFFile, name: str) -> list[str]:

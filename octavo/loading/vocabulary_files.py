@@ -18,19 +18,9 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Tokenizer
 
 from octavo.errors import LoadError
+from octavo.loading import tokenizer_parts
 from octavo.loading.pre_tokenizers import GPT2, GPT4O, KIMI_K2, LLAMA3, QWEN2, PreTokenizer
 from octavo.loading.sentencepiece_model import is_sentencepiece, read_sentencepiece
-from octavo.loading.tokenizer_parts import (
-    CONTROL,
-    ROLES,
-    USER_DEFINED,
-    byte_letters,
-    byte_level_bpe,
-    frame,
-    merges_from_scores,
-    sentencepiece,
-    word_piece,
-)  # fmt: skip
 from octavo.loading.weight_files import check_text_file, read_text
 
 _MAX_TOKENS = 1 << 22  # the largest vocabularies have 262,144
@@ -138,11 +128,17 @@ def read_vocabulary(folder: str, name: str, config: Mapping[str, Any]) -> Vocabu
 def _sentencepiece(path: str, config: Mapping[str, Any]) -> Vocabulary:
     # `legacy` is sentencepiece's own behaviour: each part between special tokens counts as a text.
     model = read_sentencepiece(path, prefixes_every_part=config.get("legacy") is not False)
-    backend = sentencepiece(path, model)
+    backend = tokenizer_parts.sentencepiece(path, model)
     roles = {role: model.pieces[index] for role, index in model.ids.items()}
-    special = [p for p, t in zip(model.pieces, model.types, strict=True) if t == CONTROL or p == roles.get("unk_token")]
+    special = [
+        p
+        for p, t in zip(model.pieces, model.types, strict=True)
+        if t == tokenizer_parts.CONTROL or p == roles.get("unk_token")
+    ]
     backend.add_special_tokens([AddedToken(piece, normalized=False) for piece in special])
-    shown = [p.replace("▁", " ") for p, t in zip(model.pieces, model.types, strict=True) if t == USER_DEFINED]
+    shown = [
+        p.replace("▁", " ") for p, t in zip(model.pieces, model.types, strict=True) if t == tokenizer_parts.USER_DEFINED
+    ]
     added = [AddedToken(piece, normalized=model.is_blank_run(piece), special=False) for piece in shown]
     backend.add_tokens(added)
     return _make_vocabulary(backend, roles, config, adds_bos=True)
@@ -192,11 +188,11 @@ def _ranked(
 ) -> Tokenizer:
     """Return a byte-level BPE tokenizer that makes the token of the lowest rank first. The id of a token is `first`
     plus its rank; `special` tokens have the ids from 0 on."""
-    letters = byte_letters()
+    letters = tokenizer_parts.byte_letters()
     vocab = {"".join(letters[byte] for byte in token): first + rank for token, rank in ranks.items()}
-    merges = merges_from_scores({token: -rank for token, rank in vocab.items()})
+    merges = tokenizer_parts.merges_from_scores({token: -rank for token, rank in vocab.items()})
     vocab |= {token["token_str"]: i for i, token in enumerate(special)}
-    return byte_level_bpe(path, vocab, merges, pre)
+    return tokenizer_parts.byte_level_bpe(path, vocab, merges, pre)
 
 
 def _gpt2(folder: str, class_name: str, config: Mapping[str, Any]) -> Vocabulary | None:
@@ -209,21 +205,21 @@ def _gpt2(folder: str, class_name: str, config: Mapping[str, Any]) -> Vocabulary
     merges: list[Any] = [tuple(line.split(" ")) for line in lines if line]
     is_qwen = class_name == "Qwen2Tokenizer"
     pre = PreTokenizer((QWEN2,), normalizes=True) if is_qwen else PreTokenizer((GPT2,))
-    backend = byte_level_bpe(vocab_path, vocab, merges, pre)
+    backend = tokenizer_parts.byte_level_bpe(vocab_path, vocab, merges, pre)
     roles = ("eos_token", "unk_token", "pad_token") if is_qwen else ("bos_token", "eos_token", "unk_token")
     return _make_vocabulary(backend, dict.fromkeys(roles, "<|endoftext|>"), config)
 
 
 def _bert(path: str, config: Mapping[str, Any]) -> Vocabulary:
     vocab = {line: i for i, line in enumerate(read_text(path).removesuffix("\n").split("\n"))}
-    roles = {role: f"[{role.removesuffix('_token').upper()}]" for role in ROLES[2:]}
-    backend = word_piece(
+    roles = {role: f"[{role.removesuffix('_token').upper()}]" for role in tokenizer_parts.ROLES[2:]}
+    backend = tokenizer_parts.word_piece(
         vocab, str(_text(config.get("unk_token", roles["unk_token"]))),
         lowercase=bool(config.get("do_lower_case", True)), strips_accents=config.get("strip_accents"),
         splits_chinese=bool(config.get("tokenize_chinese_chars", True)),
     )  # fmt: skip
     backend.add_special_tokens([token for token in roles.values() if token in vocab])
-    frame(backend, [roles["cls_token"]], [roles["sep_token"]])
+    tokenizer_parts.frame(backend, [roles["cls_token"]], [roles["sep_token"]])
     return Vocabulary(backend, roles)
 
 
@@ -237,7 +233,7 @@ def _make_vocabulary(
     missing = [token for token in (*start, *end) if backend.token_to_id(token) is None]
     if missing:
         raise ValueError(f"{missing[0]}, which starts or ends its texts, is not in the vocabulary")
-    frame(backend, start, end)
+    tokenizer_parts.frame(backend, start, end)
     return Vocabulary(backend, roles)
 
 

@@ -203,7 +203,7 @@ def test_a_paused_core_reads_adapters_and_computes_nothing(monkeypatch: pytest.M
             raise EOFError
         return encode_message(messages.popleft())
 
-    monkeypatch.setattr(core_process, "is_readable", lambda _: bool(messages))
+    monkeypatch.setattr(core_process.wire, "is_readable", lambda _: bool(messages))
     with pytest.raises(EOFError):
         core_process._serve(engine, Mock(recv=receive), Mock(send=send), lacks_vocabulary=False)
     assert [[one.identity for one in step.adapters] for step in sent] == [[], ["one"], [], []]
@@ -225,7 +225,7 @@ def test_a_step_follows_messages_that_bring_work_or_end_it() -> None:
 def test_an_idle_core_saves_blocks_until_a_message_comes(
     monkeypatch: pytest.MonkeyPatch, has_message: bool, num_saved: int
 ) -> None:
-    monkeypatch.setattr(core_process, "is_readable", lambda _: has_message)
+    monkeypatch.setattr(core_process.wire, "is_readable", lambda _: has_message)
     engine = Mock(has_work=False, save_blocks=Mock(side_effect=[True, True, False]))
     with pytest.raises(EOFError):
         core_process._serve(engine, Mock(recv=Mock(side_effect=EOFError)), Mock(), lacks_vocabulary=False)

@@ -237,7 +237,7 @@ def test_whatever_waits_for_the_loop_runs_between_messages_and_none_is_lost(
     client = CoreClient(stub_config)
     monkeypatch.setattr(client, "_receiver", waiting)
     monkeypatch.setattr(core_client, "_READ_S", 0.0)  # one message takes a turn's time
-    monkeypatch.setattr(core_client, "is_readable", lambda socket: bool(socket.messages))
+    monkeypatch.setattr(core_client.wire, "is_readable", lambda socket: bool(socket.messages))
     if has_ended:  # its last messages are read all the same
         client.process.kill()
         client.process.wait()

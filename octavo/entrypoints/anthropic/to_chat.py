@@ -6,22 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.entrypoints.anthropic.messages_protocol import (
-    Block,
-    CountTokensRequest,
-    DocumentBlock,
-    ImageBlock,
-    Message,
-    MessagesRequest,
-    SearchResultBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolChangeBlock,
-    ToolDefinition,
-    ToolReferenceBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-)
+from octavo.entrypoints.anthropic import messages_protocol
 from octavo.entrypoints.chat.chat_run import make_chat
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.errors import RequestError
@@ -44,7 +29,7 @@ _CLEAR_THINKING = "clear_thinking_20251015"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
+def to_chat(body: messages_protocol.CountTokensRequest) -> ChatCompletionRequest:
     """Return the chat that `body` asks for, with a stream of one answer. Raises `RequestError`."""
     fields: dict[str, Any] = {
         "model": body.model,
@@ -82,7 +67,7 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
         fields |= {"reasoning_effort": "none", "include_reasoning": False}
     elif body.thinking is not None or (output is not None and output.effort is not None):
         fields["reasoning_effort"] = "medium" if output is None or output.effort is None else output.effort
-    if isinstance(body, MessagesRequest):
+    if isinstance(body, messages_protocol.MessagesRequest):
         fields |= {
             "max_tokens": body.max_tokens,
             "resume": body.resume,
@@ -96,20 +81,20 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
     return make_chat(fields)
 
 
-def _seen_tools(body: CountTokensRequest) -> list[ToolDefinition]:
+def _seen_tools(body: messages_protocol.CountTokensRequest) -> list[messages_protocol.ToolDefinition]:
     """Return the tools that the model sees: without deferred ones that nothing has named, and without removed ones."""
     added: dict[str, bool] = {}
     for turn in body.messages:
         for block in turn.content:
-            if isinstance(block, ToolChangeBlock):
+            if isinstance(block, messages_protocol.ToolChangeBlock):
                 added[block.tool.name] = block.type == "tool_addition"
-            elif isinstance(block, ToolResultBlock):
-                named = (one for one in block.content or () if isinstance(one, ToolReferenceBlock))
+            elif isinstance(block, messages_protocol.ToolResultBlock):
+                named = (one for one in block.content or () if isinstance(one, messages_protocol.ToolReferenceBlock))
                 added |= dict.fromkeys((one.tool_name for one in named), True)
     return [tool for tool in body.tools or () if added.get(tool.name, not tool.defer_loading)]
 
 
-def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+def _messages(body: messages_protocol.CountTokensRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system)})
@@ -127,29 +112,38 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _add_input(messages: list[dict[str, Any]], turn: Message) -> None:
+def _add_input(messages: list[dict[str, Any]], turn: messages_protocol.Message) -> None:
     """Append a turn to `messages`. Each result of a tool is a message of its own; the other blocks of a role form one
     message. Texts of one turn are parts, which the chat template joins; those of adjacent turns are lines."""
     is_first = True
     for block in _spelled_out(turn.content):
-        if isinstance(block, ToolResultBlock):
+        if isinstance(block, messages_protocol.ToolResultBlock):
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _tool_result(block)})
-        elif isinstance(block, TextBlock):
+        elif isinstance(block, messages_protocol.TextBlock):
             _append_text(messages, turn.role, block.text, as_part=not is_first)
             is_first = False
-        elif isinstance(block, ImageBlock):
+        elif isinstance(block, messages_protocol.ImageBlock):
             _append_image(messages, turn.role, block)
     if not turn.content:
         _append_text(messages, turn.role, "")
 
 
-def _spelled_out(blocks: Sequence[Block | ToolReferenceBlock]) -> list[Block]:
+def _spelled_out(
+    blocks: Sequence[messages_protocol.Block | messages_protocol.ToolReferenceBlock],
+) -> list[messages_protocol.Block]:
     """Return `blocks` with documents, search results and references as the texts and pictures that the model reads."""
     return [
         one
         for block in blocks
         for one in (
-            block.parts if isinstance(block, DocumentBlock | SearchResultBlock | ToolReferenceBlock) else [block]
+            block.parts
+            if isinstance(
+                block,
+                messages_protocol.DocumentBlock
+                | messages_protocol.SearchResultBlock
+                | messages_protocol.ToolReferenceBlock,
+            )
+            else [block]
         )
     ]
 
@@ -166,7 +160,7 @@ def _append_text(messages: list[dict[str, Any]], role: str, text: str, *, as_par
         messages.append({"role": role, "content": text})
 
 
-def _append_image(messages: list[dict[str, Any]], role: str, block: ImageBlock) -> None:
+def _append_image(messages: list[dict[str, Any]], role: str, block: messages_protocol.ImageBlock) -> None:
     """Append a picture to the role's last message, whose content becomes a list of parts."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role, "content": ""})
@@ -176,48 +170,48 @@ def _append_image(messages: list[dict[str, Any]], role: str, block: ImageBlock) 
     content.append(_image_part(block))
 
 
-def _image_part(block: ImageBlock) -> dict[str, Any]:
+def _image_part(block: messages_protocol.ImageBlock) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": block.url}}
 
 
-def _tool_result(block: ToolResultBlock) -> str | list[dict[str, Any]]:
+def _tool_result(block: messages_protocol.ToolResultBlock) -> str | list[dict[str, Any]]:
     """Return the result of a tool: a text, or a list of parts if it has pictures."""
     blocks = _spelled_out(block.content or [])
-    text = _text([one for one in blocks if isinstance(one, TextBlock)])
+    text = _text([one for one in blocks if isinstance(one, messages_protocol.TextBlock)])
     mark = "Error: " if block.is_error and not text.lower().startswith("error") else ""
-    if not any(isinstance(one, ImageBlock) for one in blocks):
+    if not any(isinstance(one, messages_protocol.ImageBlock) for one in blocks):
         return mark + text
     parts = [
-        _image_part(one) if isinstance(one, ImageBlock) else {"type": "text", "text": one.text}
+        _image_part(one) if isinstance(one, messages_protocol.ImageBlock) else {"type": "text", "text": one.text}
         for one in blocks
-        if isinstance(one, TextBlock | ImageBlock)
+        if isinstance(one, messages_protocol.TextBlock | messages_protocol.ImageBlock)
     ]
     return [{"type": "text", "text": mark}, *parts] if mark else parts
 
 
-def _add_answer(messages: list[dict[str, Any]], turn: Message, *, shows_thinking: bool) -> None:
+def _add_answer(messages: list[dict[str, Any]], turn: messages_protocol.Message, *, shows_thinking: bool) -> None:
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     message = messages[-1]
     if not turn.content:
         message["content"] = message["content"] or ""
     for block in turn.content:
-        if isinstance(block, TextBlock):
+        if isinstance(block, messages_protocol.TextBlock):
             message["content"] = (message["content"] or "") + block.text
-        elif isinstance(block, ThinkingBlock):
+        elif isinstance(block, messages_protocol.ThinkingBlock):
             if shows_thinking and block.thinking:
                 message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
-        elif isinstance(block, ToolUseBlock):
+        elif isinstance(block, messages_protocol.ToolUseBlock):
             function = {"name": block.name, "arguments": json.dumps(block.input)}
             call = {"id": block.id, "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
 
 
-def _text(blocks: Sequence[TextBlock]) -> str:
+def _text(blocks: Sequence[messages_protocol.TextBlock]) -> str:
     return "\n".join(block.text for block in blocks)
 
 
-def _num_without_thinking(body: CountTokensRequest) -> int:
+def _num_without_thinking(body: messages_protocol.CountTokensRequest) -> int:
     """Return how many of the assistant's first messages lose their thinking, as the request's `context_management`
     says. Raises `RequestError`."""
     edits = (body.context_management or {}).get("edits") or []
@@ -241,7 +235,7 @@ def _num_without_thinking(body: CountTokensRequest) -> int:
         thinking = [
             i
             for i, turn in enumerate(turn for turn in body.messages if turn.role == "assistant")
-            if any(isinstance(block, ThinkingBlock) for block in turn.content)
+            if any(isinstance(block, messages_protocol.ThinkingBlock) for block in turn.content)
         ]
         if len(thinking) > num_kept:
             num_cleared = max(num_cleared, thinking[-num_kept])

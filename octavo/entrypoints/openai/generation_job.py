@@ -15,17 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.off_loop import run_off_loop
+from octavo.entrypoints.http import streaming
 from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.server_state import state_of
-from octavo.entrypoints.http.streaming import (
-    DONE,
-    ChunkWriter,
-    EventSink,
-    EventStream,
-    merge,
-    respond,
-    run_until_disconnect,
-)
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.openai.request_bodies import GenerationRequest, StreamOptions
 from octavo.entrypoints.openai.response_bodies import (
@@ -80,7 +72,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         self._generators: list[AsyncGenerator[RequestOutput, None]] = []  # one for each prompt
         # Log-probabilities may need a thread, which only the generators use.
         wants_logprobs = self._params.wants_logprobs or self._params.prompt_logprobs is not None
-        self._sink = EventSink(self._events_of) if body.stream and not wants_logprobs else None
+        self._sink = streaming.EventSink(self._events_of) if body.stream and not wants_logprobs else None
         self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None]] = {}  # by prompt
         self._num_prompt = 0  # tokens of all prompts
         self._num_cached: dict[int, int] = {}  # tokens, by prompt
@@ -90,14 +82,14 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
 
     async def answer(self, raw: Request) -> Response:
         """Return the whole answer, or its stream. Raises `RequestError` for an invalid request."""
-        await run_until_disconnect(self.submit(), raw.receive)
+        await streaming.run_until_disconnect(self.submit(), raw.receive)
         if self._body.stream:
             wants_usage = self._body.wants_usage
-            self._writer = ChunkWriter(self.chunk_kind, self._about, self.text_field, wants_usage=wants_usage)
+            self._writer = streaming.ChunkWriter(self.chunk_kind, self._about, self.text_field, wants_usage=wants_usage)
             self._has_plain_answer = self._is_plain()
             headers = self._headers | self._resumable.headers(self._num_prompt)
-            return EventStream(self._stream(wants_usage), headers, self._sink)
-        return await respond(self._collect(), raw, self._headers)
+            return streaming.EventStream(self._stream(wants_usage), headers, self._sink)
+        return await streaming.respond(self._collect(), raw, self._headers)
 
     async def render(self) -> list[list[int]]:
         """Check the request, and return the tokens of its prompts. Nothing is computed. Raises `RequestError`."""
@@ -139,7 +131,9 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         """Return the whole answer."""
 
     @abstractmethod
-    def _events(self, writer: ChunkWriter, prompt_index: int, output: RequestOutput, is_plain: bool) -> list[bytes]:
+    def _events(
+        self, writer: streaming.ChunkWriter, prompt_index: int, output: RequestOutput, is_plain: bool
+    ) -> list[bytes]:
         """Return the chunks for `output`. A plain answer (`is_plain`) has only text, like most answers."""
 
     @abstractmethod
@@ -154,7 +148,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
 
     async def _choices(self) -> list[ChoiceT]:
         choices: list[ChoiceT] = []
-        async for prompt_index, output in merge(self._generators):
+        async for prompt_index, output in streaming.merge(self._generators):
             length = self._note(prompt_index, output)
             choices += await run_off_loop(partial(self._made, prompt_index, output), length=length)
         return sorted(choices, key=lambda choice: choice.index)
@@ -163,7 +157,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         return [self._choice(prompt_index, completion) for completion in output.outputs]
 
     async def _stream(self, wants_usage: bool) -> AsyncGenerator[bytes, None]:
-        outputs = merge(self._generators)
+        outputs = streaming.merge(self._generators)
         try:
             async for prompt_index, output in outputs:
                 length = self._note(prompt_index, output)
@@ -179,7 +173,7 @@ class GenerationJob(ABC, Generic[RequestT, ChoiceT]):
         await self._on_end()
         if wants_usage:
             yield self._writer.usage(self._usage().model_dump_json().encode())
-        yield DONE
+        yield streaming.DONE
 
     def _events_of(self, output: RequestOutput) -> bytes:
         """Return the chunks of an output without log-probabilities. The first output tells how many tokens of the

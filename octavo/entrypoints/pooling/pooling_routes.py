@@ -28,22 +28,7 @@ from octavo.entrypoints.http.resumable import PROMPT_TOKENS
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ARRIVAL, external_id, num_body_bytes, requested_rank, state_of
 from octavo.entrypoints.http.streaming import run_until_disconnect, spread
-from octavo.entrypoints.pooling.pooling_protocol import (
-    ClassifyRequest,
-    ClassifyResponse,
-    CohereEmbedRequest,
-    CohereEmbedResponse,
-    EmbeddingRequest,
-    EmbeddingResponse,
-    PoolingFields,
-    PoolingRequest,
-    PoolingResponse,
-    RerankRequest,
-    RerankResponse,
-    ScoreRequest,
-    ScoreResponse,
-    TextsRequest,
-)
+from octavo.entrypoints.pooling import pooling_protocol
 from octavo.errors import RequestError
 from octavo.outputs import PoolingOutput, PoolingRequestOutput
 from octavo.pooling_params import PoolingParams
@@ -63,20 +48,20 @@ _IN_BYTES: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_IN_BYTES)
-async def create_embedding(body: EmbeddingRequest, raw: Request) -> Response:
+@router.post("/v1/embeddings", response_model=pooling_protocol.EmbeddingResponse, responses=_IN_BYTES)
+async def create_embedding(body: pooling_protocol.EmbeddingRequest, raw: Request) -> Response:
     """Return an embedding of each text."""
     return await _vectors(PoolingJob(body, raw, "embd"), body, "embed", ("embedding", "embedding"))
 
 
-@router.post("/pooling", response_model=PoolingResponse, responses=_IN_BYTES)
-async def pool(body: PoolingRequest, raw: Request) -> Response:
+@router.post("/pooling", response_model=pooling_protocol.PoolingResponse, responses=_IN_BYTES)
+async def pool(body: pooling_protocol.PoolingRequest, raw: Request) -> Response:
     """Return the model's vectors for each text: one, or one for each token."""
     return await _vectors(PoolingJob(body, raw, "pool"), body, body.task, ("pooling", "data"))
 
 
-@router.post("/v2/embed", response_model=CohereEmbedResponse)
-async def create_cohere_embedding(body: CohereEmbedRequest, raw: Request) -> Response:
+@router.post("/v2/embed", response_model=pooling_protocol.CohereEmbedResponse)
+async def create_cohere_embedding(body: pooling_protocol.CohereEmbedRequest, raw: Request) -> Response:
     """Return an embedding of each text in the requested forms: Cohere's route."""
     job = PoolingJob(body, raw, "embd")
     texts, purpose = body.all_texts, body.input_type and prompt_for(job.inputs.config, body.input_type)
@@ -97,7 +82,9 @@ async def create_cohere_embedding(body: CohereEmbedRequest, raw: Request) -> Res
     return await job.answer(requests, write)
 
 
-async def _vectors(job: PoolingJob, body: EmbeddingRequest, task: str | None, names: tuple[str, str]) -> Response:
+async def _vectors(
+    job: PoolingJob, body: pooling_protocol.EmbeddingRequest, task: str | None, names: tuple[str, str]
+) -> Response:
     """Answer with the vectors of each text. `names` are the kind of the objects and the name of their field."""
     kind, field = names
     requests = await job.texts(body, body.params(task=task, dimensions=body.dimensions))
@@ -111,8 +98,8 @@ async def _vectors(job: PoolingJob, body: EmbeddingRequest, task: str | None, na
     )
 
 
-@router.post("/classify", response_model=ClassifyResponse)
-async def classify(body: ClassifyRequest, raw: Request) -> Response:
+@router.post("/classify", response_model=pooling_protocol.ClassifyResponse)
+async def classify(body: pooling_protocol.ClassifyRequest, raw: Request) -> Response:
     """Return the probabilities of the model's classes for each text, and the likeliest class."""
     job = PoolingJob(body, raw, "classify")
     requests = await job.texts(body, body.params(task="classify"))
@@ -125,7 +112,7 @@ async def classify(body: ClassifyRequest, raw: Request) -> Response:
     return await job.answer(requests, lambda found: job.listed(found, written))
 
 
-async def score(body: ScoreRequest, raw: Request) -> Response:
+async def score(body: pooling_protocol.ScoreRequest, raw: Request) -> Response:
     """Return how well a query matches each document, or each of several queries its own document."""
     job = PoolingJob(body, raw, "score")
     queries, documents = body.sides
@@ -138,7 +125,7 @@ async def score(body: ScoreRequest, raw: Request) -> Response:
     return await job.answer(scores.requests, write)
 
 
-async def rerank(body: RerankRequest, raw: Request) -> Response:
+async def rerank(body: pooling_protocol.RerankRequest, raw: Request) -> Response:
     """Return the documents in the order in which they match the query, the best first."""
     job = PoolingJob(body, raw, "rerank")
     scores = await job.scores(body, [body.query], body.documents, ("query", "documents"))
@@ -160,15 +147,15 @@ async def rerank(body: RerankRequest, raw: Request) -> Response:
 
 
 for _path in ("/score", "/v1/score"):
-    router.post(_path, response_model=ScoreResponse)(score)
+    router.post(_path, response_model=pooling_protocol.ScoreResponse)(score)
 for _path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-    router.post(_path, response_model=RerankResponse)(rerank)
+    router.post(_path, response_model=pooling_protocol.RerankResponse)(rerank)
 
 
 class PoolingJob:
     """Takes one request through the engine. The constructor raises `RequestError` for a model that generates."""
 
-    def __init__(self, body: PoolingFields, raw: Request, prefix: str) -> None:
+    def __init__(self, body: pooling_protocol.PoolingFields, raw: Request, prefix: str) -> None:
         self._body, self._raw, self._state = body, raw, state_of(raw)
         self.model = self._state.resolve_model(body.model)
         self.inputs = PoolingInput(self._state.engine.inputs)
@@ -182,7 +169,7 @@ class PoolingJob:
         self._length = num_body_bytes()
         self._client = None if arrival is None else arrival.client
 
-    async def texts(self, body: TextsRequest, params: PoolingParams) -> list[EngineRequest]:
+    async def texts(self, body: pooling_protocol.TextsRequest, params: PoolingParams) -> list[EngineRequest]:
         """Return the engine's requests for the texts of a body. Raises `RequestError`."""
         field = "input" if body.messages is None else "messages"
 
@@ -208,7 +195,7 @@ class PoolingJob:
 
     async def scores(
         self,
-        body: ScoreRequest | RerankRequest,
+        body: pooling_protocol.ScoreRequest | pooling_protocol.RerankRequest,
         queries: Sequence[str],
         documents: Sequence[str],
         fields: tuple[str, str],
@@ -235,7 +222,9 @@ class PoolingJob:
         """Run the requests, and answer with the JSON that `write` makes of their outputs."""
         return await self._respond(requests, lambda found: (encode_in_pieces(write(found)), {}), "application/json")
 
-    async def answer_in_bytes(self, requests: Sequence[EngineRequest], body: EmbeddingRequest) -> Response:
+    async def answer_in_bytes(
+        self, requests: Sequence[EngineRequest], body: pooling_protocol.EmbeddingRequest
+    ) -> Response:
         """Run the requests, and answer with the vectors as bytes, one after the other. A header has their places,
         unless only the bytes are wanted."""
 
@@ -313,7 +302,7 @@ def _num_tokens(outputs: Outputs) -> int:
     return sum(len(output.prompt_token_ids) for output in outputs)
 
 
-def _to_bytes(vectors: Vectors, body: EmbeddingRequest) -> bytes:
+def _to_bytes(vectors: Vectors, body: pooling_protocol.EmbeddingRequest) -> bytes:
     """Return the numbers as bytes, in the type and byte order that the body asks for."""
     kind = np.dtype(_DTYPES.get(body.embed_dtype or "", body.embed_dtype or "float32"))
     order = sys.byteorder if body.endianness in (None, "native") else body.endianness

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.entrypoints.chat.chat_template import render_chat
-from octavo.entrypoints.chat.tools import format_detection, tool_formats
+from octavo.entrypoints.chat.tools import tool_formats
 from octavo.entrypoints.http import server_args
 from octavo.entrypoints.http.server import _bind, _warn_of_vllm_variables
 from octavo.entrypoints.http.server_args import ServerArgs
@@ -194,7 +194,6 @@ def test_a_plugin_brings_a_tool_format(tiny_tokenizer: Path, tmp_path: Path, mon
     engine = FakeEngine(tiny_tokenizer, max_model_len=4096)  # tools are described
     monkeypatch.setattr(tool_formats, "FORMATS", dict(tool_formats.FORMATS))
     monkeypatch.setattr(server_args, "FORMATS", tool_formats.FORMATS)
-    monkeypatch.setattr(format_detection, "FORMATS", tool_formats.FORMATS)
     plugin = tmp_path / "mine.py"
     plugin.write_text(
         "from octavo.entrypoints.chat.tools.tool_formats import JsonCalls, ToolFormat, register_tool_format\n"

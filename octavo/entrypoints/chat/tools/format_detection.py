@@ -29,22 +29,10 @@ from octavo.entrypoints.chat.template_traits import (
     rendered_calls,
     template_traits,
 )
+from octavo.entrypoints.chat.tools import tool_formats
 from octavo.entrypoints.chat.tools.call_ids import CallIdForm
 from octavo.entrypoints.chat.tools.call_spelling import written_calls
 from octavo.entrypoints.chat.tools.format_parser import FormatParser, trigger_marks
-from octavo.entrypoints.chat.tools.tool_formats import (
-    AUTO,
-    CODE_MARK,
-    FORMATS,
-    FUNCTIONARY,
-    HARMONY,
-    HERMES,
-    NONE,
-    JsonCalls,
-    NamedJson,
-    Tags,
-    ToolFormat,
-)
 from octavo.entrypoints.chat.tools.tool_parser_base import Call, JsonScanner, load_json
 from octavo.loading.jinja_template import EndlessTemplateError
 
@@ -77,7 +65,7 @@ _PIECE = re.compile(r"<[^<>\s]*>?|\[/?[A-Z_]+\]|\s+|[^\s<>\[\]]+|.", re.DOTALL)
 class ModelFormats:
     """The formats of a model's calls and reasoning; None if the model has none, or if they are unknown."""
 
-    tools: ToolFormat | None = None
+    tools: tool_formats.ToolFormat | None = None
     reasoning: ReasoningStyle | None = None
     why_no_choice: str = ""
     call_ids: CallIdForm = CallIdForm.LONG
@@ -85,8 +73,8 @@ class ModelFormats:
 
 def model_formats(
     tokenizer: ModelTokenizer,
-    tool_parser: str = AUTO,
-    reasoning_parser: str = AUTO,
+    tool_parser: str = tool_formats.AUTO,
+    reasoning_parser: str = tool_formats.AUTO,
     *,
     model_type: str | None = None,
     response_template: Mapping[str, Any] | None = None,
@@ -112,25 +100,25 @@ def _formats(
     stated = (response_template or {}).get("fields")
     fields = stated if isinstance(stated, Mapping) else {}
     why = ""
-    if tool_parser == NONE:
+    if tool_parser == tool_formats.NONE:
         tools, why = None, "the server was started with --tool-call-parser none."
-    elif tool_parser != AUTO:
-        tools = FORMATS[tool_parser]
+    elif tool_parser != tool_formats.AUTO:
+        tools = tool_formats.FORMATS[tool_parser]
     elif template is None:
         tools, why = None, "the model has no chat template."
     else:
         tools = _stated_tools(fields) or _recognised_tools(tokenizer, template, model_type)
         if tools is None:
             why = f"{_unread(tokenizer, template)}; name the format with --tool-call-parser."
-    if reasoning_parser == NONE:
+    if reasoning_parser == tool_formats.NONE:
         reasoning = None
-    elif reasoning_parser != AUTO:
+    elif reasoning_parser != tool_formats.AUTO:
         reasoning = STYLES[reasoning_parser]
     else:
         reasoning = _stated_reasoning(fields)
         if reasoning is None and template is not None:
             reasoning = _recognised_reasoning(tokenizer, template)
-    if tools is None and tool_parser == AUTO and reasoning is not None and reasoning.blocks is not None:
+    if tools is None and tool_parser == tool_formats.AUTO and reasoning is not None and reasoning.blocks is not None:
         calls = reasoning.blocks.calls
         tools, why = next(form for form in _known() if calls in (form.open, form.start)), ""
     return ModelFormats(tools, reasoning, why, _call_ids(tokenizer, template, tools))
@@ -143,7 +131,7 @@ def _unread(tokenizer: ModelTokenizer, template: str) -> str:
     return f"no known format reads calls as the chat template writes them, such as {rendered[0].text.strip()!r:.300}"
 
 
-def _call_ids(tokenizer: ModelTokenizer, template: str | None, tools: ToolFormat | None) -> CallIdForm:
+def _call_ids(tokenizer: ModelTokenizer, template: str | None, tools: tool_formats.ToolFormat | None) -> CallIdForm:
     if tools is not None and tools.counts_calls:
         return CallIdForm.COUNTED
     if template is not None and template_traits(tokenizer, template).needs_short_ids:
@@ -151,7 +139,7 @@ def _call_ids(tokenizer: ModelTokenizer, template: str | None, tools: ToolFormat
     return CallIdForm.SHORT if tools is not None and tools.start == "[TOOL_CALLS]" else CallIdForm.LONG
 
 
-def _stated_tools(fields: Mapping[str, Any]) -> ToolFormat | None:
+def _stated_tools(fields: Mapping[str, Any]) -> tool_formats.ToolFormat | None:
     field = fields.get("tool_calls")
     if not isinstance(field, Mapping) or not isinstance(field.get("open"), str):
         return None
@@ -161,7 +149,9 @@ def _stated_tools(fields: Mapping[str, Any]) -> ToolFormat | None:
             return form
     if field.get("content") != "json":
         return None
-    return ToolFormat(JsonCalls(), start=opened, end=closed if isinstance(closed, str) else "")
+    return tool_formats.ToolFormat(
+        tool_formats.JsonCalls(), start=opened, end=closed if isinstance(closed, str) else ""
+    )
 
 
 def _stated_reasoning(fields: Mapping[str, Any]) -> ReasoningStyle | None:
@@ -172,35 +162,37 @@ def _stated_reasoning(fields: Mapping[str, Any]) -> ReasoningStyle | None:
     return None
 
 
-def _recognised_tools(tokenizer: ModelTokenizer, template: str, model_type: str | None) -> ToolFormat | None:
+def _recognised_tools(
+    tokenizer: ModelTokenizer, template: str, model_type: str | None
+) -> tool_formats.ToolFormat | None:
     if _HARMONY_MARK in template:
-        return HARMONY
+        return tool_formats.HARMONY
     if _FUNCTIONARY_MARK in template:
-        return FUNCTIONARY
+        return tool_formats.FUNCTIONARY
     rendered = _cut_calls(tokenizer, template)
     form = _rendered_format(rendered) if rendered else None
     if form is not None and not form.is_whole_answer:
-        return replace(form, code_mark=CODE_MARK) if CODE_MARK in template else form
+        return replace(form, code_mark=tool_formats.CODE_MARK) if tool_formats.CODE_MARK in template else form
     for instruction, name in _INSTRUCTIONS:
         if instruction in template:
-            return FORMATS[name]
+            return tool_formats.FORMATS[name]
     if form is not None:
         return form
     traits = template_traits(tokenizer, template)
     marked = [form for form in _known() if (marks := trigger_marks(form)) and all(mark in template for mark in marks)]
     if not traits.describes_tools and not (traits.writes_calls and marked):
-        return HERMES  # `render_chat` describes tools in this format
+        return tool_formats.HERMES  # `render_chat` describes tools in this format
     if marked:
         return max(marked, key=lambda form: sum(1 if mark.strip() in template else -1 for mark in form.marks))
     if model_type in _OF_MODEL_TYPES:
-        return FORMATS[_OF_MODEL_TYPES[model_type]]
+        return tool_formats.FORMATS[_OF_MODEL_TYPES[model_type]]
     # Special tokens that are used only in calls.
     added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
     return next((form for form in _known() if (marks := trigger_marks(form)) and added.issuperset(marks)), None)
 
 
-def _known() -> list[ToolFormat]:
-    return list(dict.fromkeys(FORMATS.values()))
+def _known() -> list[tool_formats.ToolFormat]:
+    return list(dict.fromkeys(tool_formats.FORMATS.values()))
 
 
 def _cut_calls(tokenizer: ModelTokenizer, template: str) -> list[Rendered]:
@@ -244,7 +236,7 @@ def _without_ends(text: str, ends: set[str]) -> str:
     return text
 
 
-def _rendered_format(rendered: Sequence[Rendered]) -> ToolFormat | None:
+def _rendered_format(rendered: Sequence[Rendered]) -> tool_formats.ToolFormat | None:
     """Return the format of rendered calls: a known format that writes the same text, otherwise a derived format,
     otherwise a known format that reads them."""
     known = [form for form in _known() if _reads(form, rendered)]
@@ -257,7 +249,7 @@ def _rendered_format(rendered: Sequence[Rendered]) -> ToolFormat | None:
     return max(known, key=lambda form: sum(mark.strip() in rendered[0].text for mark in form.marks), default=None)
 
 
-def _writes(form: ToolFormat, one: Rendered) -> bool:
+def _writes(form: tool_formats.ToolFormat, one: Rendered) -> bool:
     """Return whether `form` writes the calls as rendered, apart from blanks."""
     return _squeezed(written_calls(form, [(call.name, call.arguments) for call in one.calls]), one) == _squeezed(
         one.text.replace(one.says, "", 1) if one.says else one.text, one
@@ -272,7 +264,7 @@ def _squeezed(text: str, one: Rendered) -> str:
     return re.sub(r",(?=})", "", "".join(text.split()).replace("'", '"'))
 
 
-def _reads(form: ToolFormat, rendered: Sequence[Rendered]) -> bool:
+def _reads(form: tool_formats.ToolFormat, rendered: Sequence[Rendered]) -> bool:
     """Return whether `form` reads all renderings, whole and in pieces, without leftovers."""
     for one in rendered:
         if one.says and form.is_whole_answer:
@@ -289,7 +281,7 @@ def _reads(form: ToolFormat, rendered: Sequence[Rendered]) -> bool:
     return True
 
 
-def _read(form: ToolFormat, texts: Sequence[str]) -> tuple[str, list[tuple[str, Any]]]:
+def _read(form: tool_formats.ToolFormat, texts: Sequence[str]) -> tuple[str, list[tuple[str, Any]]]:
     parser = FormatParser(form, _SCHEMAS)
     content, calls = "", []
     for piece in [piece for text in texts for piece in parser.add(text)] + parser.finish():
@@ -324,10 +316,10 @@ class _Place:
 
     begin: int
     end: int
-    body: JsonCalls | NamedJson | Tags
+    body: tool_formats.JsonCalls | tool_formats.NamedJson | tool_formats.Tags
 
 
-def _read_off(rendered: Sequence[Rendered]) -> ToolFormat | None:
+def _read_off(rendered: Sequence[Rendered]) -> tool_formats.ToolFormat | None:
     """Return a format derived from renderings with unknown marks. None if it does not read all of them."""
     alone = [one for one in rendered if len(one.calls) == 1 and not one.says]
     both = next((one for one in rendered if len(one.calls) == 2), None)
@@ -339,7 +331,7 @@ def _read_off(rendered: Sequence[Rendered]) -> ToolFormat | None:
     return None
 
 
-def _assembled(place_of: Any, one: Rendered, both: Rendered | None) -> ToolFormat | None:
+def _assembled(place_of: Any, one: Rendered, both: Rendered | None) -> tool_formats.ToolFormat | None:
     """Return the format of one call's text, with the text between the calls of `both`."""
     place = place_of(one.text, one.calls[0], 0)
     if place is None:
@@ -353,9 +345,9 @@ def _assembled(place_of: Any, one: Rendered, both: Rendered | None) -> ToolForma
         if first is not None and second is not None:
             between = both.text[first.end : second.begin]
     is_list = before.rstrip().endswith("[") and after.lstrip().startswith("]") and not set(between or "") & set("[]")
-    if isinstance(place.body, JsonCalls) and is_list:
+    if isinstance(place.body, tool_formats.JsonCalls) and is_list:
         body = replace(place.body, is_list=True)
-        return ToolFormat(body, start=before.rstrip()[:-1], end=after.lstrip()[1:])
+        return tool_formats.ToolFormat(body, start=before.rstrip()[:-1], end=after.lstrip()[1:])
     if between is None:
         start, end, separator = before, after, "\n"
     else:
@@ -363,9 +355,9 @@ def _assembled(place_of: Any, one: Rendered, both: Rendered | None) -> ToolForma
         start, left = "".join(kept), between.removesuffix("".join(kept))
         end = "".join(_common_end(_pieces(after)[::-1], _pieces(left)[::-1])[::-1])
         opened, close, separator = before.removesuffix(start), after.removeprefix(end), left.removeprefix(end)
-    if isinstance(place.body, NamedJson | Tags) and not (opened + start).strip():
+    if isinstance(place.body, tool_formats.NamedJson | tool_formats.Tags) and not (opened + start).strip():
         return None
-    return ToolFormat(place.body, opened, start, end, separator, close)
+    return tool_formats.ToolFormat(place.body, opened, start, end, separator, close)
 
 
 def _pieces(text: str) -> list[str]:
@@ -395,7 +387,7 @@ def _json_place(text: str, call: ProbeCall, position: int) -> _Place | None:
         names = [key for key, one in value.items() if one == call.name]
         arguments = [key for key, one in value.items() if one == call.arguments]
         if begin >= position and names and arguments:
-            return _Place(begin, end, JsonCalls(names[0], arguments[0]))
+            return _Place(begin, end, tool_formats.JsonCalls(names[0], arguments[0]))
     return None
 
 
@@ -403,7 +395,7 @@ def _named_place(text: str, call: ProbeCall, position: int) -> _Place | None:
     begin = text.find(call.name, position)
     for found, end, value in _objects(text):
         if value == call.arguments and 0 <= begin < found:
-            return _Place(begin, end, NamedJson(after=text[begin + len(call.name) : found]))
+            return _Place(begin, end, tool_formats.NamedJson(after=text[begin + len(call.name) : found]))
     return None
 
 
@@ -442,7 +434,7 @@ def _tags_place(text: str, call: ProbeCall, position: int) -> _Place | None:
             one[len(key_after) : len(one) - len(value_before)] for one in (key_to_value, key_to_number)
         )
         attributes = of_text, of_number
-    tags = Tags("", name_after, kept, key_after, value_before, value_after, "", *attributes)
+    tags = tool_formats.Tags("", name_after, kept, key_after, value_before, value_after, "", *attributes)
     return _Place(begin, position + size, replace(tags, has_nested="{key}" in value_after))
 
 
