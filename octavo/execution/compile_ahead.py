@@ -15,7 +15,6 @@ from dataclasses import replace
 from threading import Thread
 from typing import Any, cast
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -23,6 +22,7 @@ from octavo.config import CacheConfig, EngineConfig
 from octavo.errors import ConfigError
 from octavo.execution.adapter_store import AdapterStore
 from octavo.execution.block_mover import BlockMover, layer_cache
+from octavo.execution.cpu_device import HostMemory, InlineStream
 from octavo.execution.cross_outputs import CrossOutputs
 from octavo.execution.device import CapturedStep, Event, StepModel
 from octavo.execution.draft_model import Draft, build_head
@@ -197,31 +197,19 @@ def _outline_draft(config: EngineConfig, target: Runner, ops: Ops) -> Runner | N
     return draft.runner
 
 
-class _Now:
-    """A stream that runs work when it is appended, and its events, which are always reached."""
-
-    is_reached = True
-
+class _Now(InlineStream):
     def run(
         self, work: Callable[[], None], reads: Sequence[NDArray[Any]] = (), writes: Sequence[NDArray[Any]] = ()
     ) -> None:
         with torch.inference_mode():
             work()
 
-    def record(self) -> Event:
-        return self
 
-    def wait(self, event: Event | None = None) -> None:
-        """Do nothing: all work is done."""
-
-
-class OutlineDevice:
+class OutlineDevice(HostMemory):
     """A device without memory that computes nothing."""
 
     name = hardware = "an outline"
-    runs_ahead = False
     shares_memory = False
-    memory_errors: tuple[type[Exception], ...] = ()
 
     def __init__(self) -> None:
         self.compute = self.copies = _Now()
@@ -231,15 +219,6 @@ class OutlineDevice:
 
     def cache_bytes(self, config: CacheConfig, step: Callable[[], None], other_bytes: int) -> tuple[int, str]:
         return 0, self.name
-
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        return 0
-
-    def release_memory(self) -> None:
-        """Do nothing: no memory is reserved."""
-
-    def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
-        return np.zeros(tuple(shape), dtype)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta")

@@ -23,7 +23,7 @@ from octavo.ops.cpu_program import Program
 _GIB = 1 << 30
 
 
-class _InlineStream:
+class InlineStream:
     """A stream that runs work when it is appended. It is also its own event, which is always reached."""
 
     is_reached = True
@@ -60,16 +60,30 @@ class CapturedProgram:
         self.program.run(used.tokens, used.seqs, used.samples)
 
 
-class CpuDevice:
+class HostMemory:
+    """The parts of a device that has no memory of its own."""
+
+    runs_ahead = False  # Python and kernels share the processors: nothing can overlap
+    memory_errors: tuple[type[Exception], ...] = ()
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        return 0
+
+    def release_memory(self) -> None:
+        """Do nothing: no memory is reserved."""
+
+    def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
+        return np.zeros(tuple(shape), dtype)
+
+
+class CpuDevice(HostMemory):
     """The processors of this machine."""
 
     name = "CPU"
-    runs_ahead = False  # Python and kernels share the processors: nothing can overlap
     shares_memory = True
-    memory_errors: tuple[type[Exception], ...] = ()
 
     def __init__(self) -> None:
-        self.compute = self.copies = _InlineStream()
+        self.compute = self.copies = InlineStream()
 
     @property
     def hardware(self) -> str:
@@ -83,15 +97,6 @@ class CpuDevice:
         return int(
             available * share
         ) - other_bytes, f"--cpu-memory-utilization {share} of {available / _GIB:.2f} GiB free RAM"
-
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        return 0
-
-    def release_memory(self) -> None:
-        """Do nothing: no memory is reserved."""
-
-    def pinned(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
-        return np.zeros(tuple(shape), dtype)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
         return np.zeros(tuple(shape), dtype)

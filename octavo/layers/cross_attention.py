@@ -18,13 +18,13 @@ from octavo.layers.all_gather import AllGather
 from octavo.layers.norm import Norm, NormDescription
 from octavo.layers.parameters import Parameters
 from octavo.layers.product import Summand
-from octavo.layers.tensor_parallel import WHOLE, Shard, elements
+from octavo.layers.tensor_parallel import WHOLE, Shard, ShardedHeads, elements
 from octavo.ops import Array, LayerKVCache
 from octavo.step_batch import GroupTables, StepBatch
 
 
 @dataclass(frozen=True, slots=True)
-class CrossAttentionDescription:
+class CrossAttentionDescription(ShardedHeads):
     """The description of cross attention. Sizes are in elements, `num_` are counts. Keys never have a bias. Names are
     those of the checkpoint's modules, without the layer's prefix."""
 
@@ -44,18 +44,9 @@ class CrossAttentionDescription:
     shard: Shard = WHOLE  # this worker's heads
 
     @property
-    def units(self) -> int:
-        """Return the number of units that are divided among workers."""
-        return self.num_heads
-
-    @property
     def all_gather_size(self) -> int:
         """Return the most elements of a row that workers gather: queries (`keeps_query`) or `keys`, if asked for."""
         return self.num_heads * self.head_size
-
-    @property
-    def own_heads(self) -> range:
-        return self.shard.of(self.num_heads, "attention heads")
 
     @property
     def own_kv_heads(self) -> range:
@@ -118,7 +109,6 @@ class CrossAttention:
         self._ops.rotary_and_cache(key, key, value, positions, self._no_rotation, cache, slots)
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """Return the output [T, H] of hidden [T, H]."""
         query = self._heads(self._ops.linear(hidden, self._query, self._dtype))
         if self._norms:
             query = self._norms[0].forward(query)

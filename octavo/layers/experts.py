@@ -188,7 +188,6 @@ class Experts:
             self._shared = FeedForward(description.shared, hidden_size, parameters, prefix)
 
     def forward(self, hidden: Array) -> _Sum:
-        """Return the output [T, H] of hidden [T, H]."""
         ops, parts = self._ops, self._parts
         if parts is not None:
             assert self._shared is not None

@@ -95,7 +95,6 @@ class FeedForward:
             self._parameters = _xielu_parameters(description.xielu or _taken_xielu(parameters, f"{prefix}mlp.act_fn"))
 
     def forward(self, hidden: Array, adapters: Adapters | None = None) -> Summand:
-        """Return the output [T, H] of hidden [T, H]."""
         ops, activation = self._ops, self.description.activation
         consumer = self._down if self._inner_norm is None else None
         if self._sparse is not None or adapters is not None:

@@ -154,7 +154,6 @@ class Mamba:
         return parameters.packed(of_inputs), parameters.packed(matrix(time)[own])
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """Return the output [T, H] of hidden [T, H]; `tables` belong to the layer's cache group."""
         d, ops, output = self._part, self._ops, self._ending.weight
         num_tokens, channels, size = hidden.shape[0], d.channels, d.state_size
         projected = ops.linear(hidden, self.consumer, self._dtype)

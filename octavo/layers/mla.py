@@ -165,7 +165,6 @@ class MLA:
         return stacks
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """Return the output [T, H] of hidden [T, H]; `tables` belong to the layer's cache group."""
         d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
         first = ops.linear(hidden, self.consumer, self._dtype)
         end = self._first_size + d.kv_lora_rank

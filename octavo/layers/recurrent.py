@@ -83,7 +83,6 @@ class ShortConvDescription:
 
     @property
     def units(self) -> int:
-        """Return the number of units that are divided among workers."""
         return self.channels
 
     @property
@@ -111,7 +110,6 @@ class ShortConv:
         self._ending = parameters.ending(f"{prefix}out_proj", hidden_size, self._width, d.bias, d.shard)
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """Return the output [T, H] of hidden [T, H]; `tables` belong to the layer's cache group."""
         ops, width = self._ops, self._width
         projected = ops.linear(hidden, self.consumer, self._dtype)
         before, after, x = projected[:, :width], projected[:, width : 2 * width], projected[:, 2 * width :]
@@ -154,7 +152,6 @@ class GatedDeltaDescription:
 
     @property
     def units(self) -> int:
-        """Return the number of units that are divided among workers."""
         return self.num_value_heads
 
     @property
@@ -279,7 +276,6 @@ class GatedDelta:
         )
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """Return the output [T, H] of hidden [T, H]; `tables` belong to the layer's cache group."""
         d, ops, num_tokens = self._part, self._ops, hidden.shape[0]
         projected = ops.linear(hidden, self.consumer, self._dtype)
         heads, width, keys = d.num_value_heads, d.conv_width, d.num_key_heads * d.key_size
@@ -347,7 +343,6 @@ class Lightning:
         self._ending = parameters.ending(f"{prefix}out_proj", hidden_size, len(own), False, d.shard)
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """Return the output [T, H] of hidden [T, H]; `tables` belong to the layer's cache group."""
         d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
         heads = len(d.own_heads)
         width = heads * d.head_size
@@ -415,7 +410,6 @@ class GatedRecurrence:
         self._ending = parameters.ending(f"{prefix}linear_out", hidden_size, len(own), True, d.shard)
 
     def forward(self, hidden: Array, batch: StepBatch, tables: GroupTables, cache: LayerKVCache) -> Summand:
-        """Return the output [T, H] of hidden [T, H]; `tables` belong to the layer's cache group."""
         d, ops, num_tokens = self.description, self._ops, hidden.shape[0]
         projected = ops.linear(hidden, self.consumer, self._dtype)
         width = len(d.own)

@@ -119,7 +119,6 @@ class ChainHead:
         self._embedder, self._outputter = target.tables(self._embedding is None, self._output is None)
 
     def num_weight_bytes(self) -> int:
-        """Return the bytes of the packed matrices."""
         copies = {self._embedder, self._outputter} - {self.target}
         return self._parameters.num_matrix_bytes + sum(copy.num_weight_bytes() for copy in copies)
 
@@ -361,7 +360,6 @@ class MedusaHeads:
         ]
 
     def num_weight_bytes(self) -> int:
-        """Return the bytes of the packed matrices."""
         return self._parameters.num_matrix_bytes
 
     def features_of(self, hidden: Array) -> Array:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 from octavo.structured_output import lark
@@ -224,14 +224,12 @@ class _Writer:
         elements = _list(wanted["elements"], f"{where}.elements")
         return f"({' | '.join(self.write(one, ends, f'{where}.elements[{i}]') for i, one in enumerate(elements))})"
 
-    def _optional(self, wanted: Mapping[str, Any], ends: _Ends, where: str) -> str:
-        return self._before(f"({self.write(wanted['content'], None, f'{where}.content')})?", ends)
+    def _repeated(self, mark: str, wanted: Mapping[str, Any], ends: _Ends, where: str) -> str:
+        return self._before(f"({self.write(wanted['content'], None, f'{where}.content')}){mark}", ends)
 
-    def _plus(self, wanted: Mapping[str, Any], ends: _Ends, where: str) -> str:
-        return self._before(f"({self.write(wanted['content'], None, f'{where}.content')})+", ends)
-
-    def _star(self, wanted: Mapping[str, Any], ends: _Ends, where: str) -> str:
-        return self._before(f"({self.write(wanted['content'], None, f'{where}.content')})*", ends)
+    _optional = partialmethod(_repeated, "?")
+    _plus = partialmethod(_repeated, "+")
+    _star = partialmethod(_repeated, "*")
 
     def _repeat(self, wanted: Mapping[str, Any], ends: _Ends, where: str) -> str:
         least, most = wanted["min"], wanted["max"]
