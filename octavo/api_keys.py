@@ -1,7 +1,5 @@
 """API keys, as the server and the gateway check them."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

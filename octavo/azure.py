@@ -2,8 +2,6 @@
 as those of OpenAI's API. The model is the one that the body names; the deployment's name and `api-version` are not
 read."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 from urllib.parse import quote

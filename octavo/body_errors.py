@@ -1,7 +1,5 @@
 """What msgspec says about a body or a file, in the words that users know, for the gateway and Ollama's routes."""
 
-from __future__ import annotations
-
 import re
 
 import msgspec

@@ -1,7 +1,5 @@
 """Reads what models and clients write as the arguments of calls."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import suppress

@@ -1,8 +1,6 @@
 """The fields of one API by their names in another. Requests of Messages, Responses and Ollama become chats, and errors
 about a chat's field name the field that the client has sent."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

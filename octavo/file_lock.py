@@ -1,7 +1,5 @@
 """Locks files against other processes."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Finds this machine's devices without importing torch, because a server asks before it starts a core."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -3,8 +3,6 @@
 A first `stop`, or a signal, drains: requests under way go on. A second one ends the server at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Types of dictionaries for the forms of a prompt besides plain text."""
 
-from __future__ import annotations
-
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
 

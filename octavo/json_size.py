@@ -1,7 +1,5 @@
 """Counts the values of a JSON body and their depth in its bytes, before a parser makes objects of them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 The form is text for people, or JSON for machines: one object a line, with the traceback inside where there is one.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

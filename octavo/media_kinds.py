@@ -2,8 +2,6 @@
 decodes their files.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re

@@ -1,8 +1,6 @@
 """The error body of Anthropic's Messages API, for the server and the gateway
 (https://docs.claude.com/en/api/errors)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The secret that the nodes of a group share, from the environment."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 

@@ -1,7 +1,5 @@
 """The files of the pages at /ui, of server and gateway, and the headers that keep other sites from using them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from starlette.responses import FileResponse

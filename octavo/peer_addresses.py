@@ -4,8 +4,6 @@ An address in a network counts only with a proof that its sender knows the serve
 client could name any host of the network, which would then get the key, and could give false blocks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import ipaddress

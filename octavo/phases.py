@@ -1,7 +1,5 @@
 """A stopwatch for the phases of a start. Servers show its result in their metrics."""
 
-from __future__ import annotations
-
 import time
 
 

@@ -1,7 +1,5 @@
 """`PoolingParams`, a request's settings for a model that pools, and `PoolingConfig`, the model's own settings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -4,8 +4,6 @@ They are plain msgspec structs. Structs that are made for each token have no cyc
 collection. `octavo.engine.wire` turns them into bytes.
 """
 
-from __future__ import annotations
-
 import struct
 from array import array
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Reads server-sent events as bytes arrive, for Octavo's own clients: the terminal and the benchmark."""
 
-from __future__ import annotations
-
 
 class EventReader:
     """Takes the bytes of one stream and returns the data of its events. Comments, names, ids and events without data

@@ -1,8 +1,6 @@
 """Statistics of the engine core: gauges and counters that go to the front end with each step, and how far sequences
 are, for the page."""
 
-from __future__ import annotations
-
 import msgspec
 
 

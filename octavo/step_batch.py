@@ -1,7 +1,5 @@
 """A step as the model sees it: arrays that the runner has filled and that every layer reads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

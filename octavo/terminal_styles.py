@@ -1,7 +1,5 @@
 """Colours of lines on a terminal. Pipes, files, dumb terminals and `NO_COLOR` (https://no-color.org) get plain text."""
 
-from __future__ import annotations
-
 import os
 from typing import TextIO
 

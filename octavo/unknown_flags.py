@@ -3,8 +3,6 @@
 `flags.FlagParser` asks for the words of a command line, `octavo serve` for the keys of its file, `LLM` for keywords.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 

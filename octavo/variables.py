@@ -4,8 +4,6 @@
 Hugging Face, CUDA) read further variables.
 """
 
-from __future__ import annotations
-
 VARIABLES = {
     "OCTAVO_API_KEY": "A key that clients of a server or gateway must send, beside those of `--api-key`. "
     "`octavo chat`, `complete` and `bench serve` send it.",

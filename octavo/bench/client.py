@@ -5,8 +5,6 @@ The client shares its machine with the server under test, so a chunk may cost on
 protocol over llhttp (`httptools`) with typed JSON (`msgspec`). The caller decides when a request is sent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import ssl

@@ -1,8 +1,6 @@
 """Computes the figures of a serving benchmark, under the names of vLLM's JSON, and their table. Also writes the results
 of any benchmark to a file."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ The server reports its phases and sizes at /metrics; the peak of resident memory
 processes start at once: the phases of each process add up, those of both together do not.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -5,8 +5,6 @@ module is made when it is imported, and what it names is loaded when it is used.
 in this package.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec

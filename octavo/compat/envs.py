@@ -5,8 +5,6 @@ environment where it needs it; `octavo.variables` lists what it reads. Of vLLM's
 taken; for the others the error says what is in their place.
 """
 
-from __future__ import annotations
-
 import os
 
 from octavo.variables import COUNTERPARTS, HARMLESS, VARIABLES

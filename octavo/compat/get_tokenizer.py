@@ -1,7 +1,5 @@
 """`get_tokenizer` under the name of vLLM's module."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from octavo.errors import ConfigError

@@ -1,8 +1,6 @@
 """Functions that scripts for vLLM call after they have deleted an engine. Octavo keeps nothing global. An engine's
 parts refer to each other, so a garbage collection frees their memory: each of these functions runs one."""
 
-from __future__ import annotations
-
 import gc
 import sys
 

@@ -1,7 +1,5 @@
 """`current_platform`, under the name of vLLM's module: what this process computes on."""
 
-from __future__ import annotations
-
 from octavo.hardware import why_not_cuda
 
 __all__ = ["current_platform"]

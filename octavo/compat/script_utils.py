@@ -1,7 +1,5 @@
 """Functions of vLLM's `utils` that scripts import. Octavo itself does not use them."""
 
-from __future__ import annotations
-
 import socket
 import uuid
 

@@ -1,7 +1,5 @@
 """`UsageContext`: where an engine is used from. vLLM's usage statistics read it; Octavo keeps none and ignores it."""
 
-from __future__ import annotations
-
 from enum import StrEnum, auto
 
 __all__ = ["UsageContext"]

@@ -1,7 +1,5 @@
 """Checks the flags of the tiers below the device's KV cache: --kv-cache-host-gib and --kv-cache-disk."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

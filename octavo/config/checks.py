@@ -1,7 +1,5 @@
 """Checks of flags that need no model: values out of range, and features that the device does not have."""
 
-from __future__ import annotations
-
 import math
 
 from octavo.config.engine_args import AUTO_LENGTH, EngineArgs

@@ -1,7 +1,5 @@
 """Turns flags into an `EngineConfig`: finds the model, and derives the settings that were left open from it."""
 
-from __future__ import annotations
-
 import logging
 import re
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Checks the flags of several engines: which engines are on this host, whether all hosts share a server or each has its
 own, and who starts the engines of other hosts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.util import find_spec

@@ -1,8 +1,6 @@
 """Every engine flag once: command lines, `LLM(...)` keywords and YAML files all fill `EngineArgs`. The modules
 `*_flags` only check flags, and make parts of the `EngineConfig`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, cast

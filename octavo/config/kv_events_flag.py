@@ -1,7 +1,5 @@
 """Checks --kv-events-config and makes the `KVEventsConfig`."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 

@@ -1,7 +1,5 @@
 """Checks the flags of adapters and makes the `LoRAConfig`, also for adapters that a model brings itself."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

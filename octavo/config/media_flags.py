@@ -1,7 +1,5 @@
 """Checks the flags of media and makes the `MediaConfig`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Finds the types of a model's weights, activations and KV cache from flags and files."""
 
-from __future__ import annotations
-
 import logging
 import re
 

@@ -1,7 +1,5 @@
 """Finds whether and how a model pools, from the flags, its architecture and its sentence-transformers folder."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

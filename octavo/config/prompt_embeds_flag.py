@@ -1,7 +1,5 @@
 """Checks --enable-prompt-embeds and makes the `PromptEmbedsConfig`."""
 
-from __future__ import annotations
-
 from octavo.config.engine_args import EngineArgs
 from octavo.config.engine_config import PromptEmbedsConfig
 from octavo.config.speculation_flags import speculative_config

@@ -1,7 +1,5 @@
 """Checks the flags of sound and makes the `SoundConfig`. It also checks flags of every model with cross attention."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

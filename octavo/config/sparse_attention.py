@@ -1,8 +1,6 @@
 """Models with sparse attention, in which an index chooses the keys that a token reads. The index is left out if it
 would choose every key; otherwise an eight-bit cache is refused. Called when models and drafts are found."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from octavo.config.number_types import CACHE_BYTES

@@ -1,7 +1,5 @@
 """Checks the flags of speculation and makes the draft model's configuration."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from octavo.config.engine_args import EngineArgs

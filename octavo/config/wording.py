@@ -1,7 +1,5 @@
 """Helpers for error texts of flags: lists of values and names of devices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

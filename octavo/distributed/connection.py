@@ -5,8 +5,6 @@ answers with another HMAC of both. Before that, neither end reads more than thes
 MessagePack, each with its length in front, neither encrypted nor signed.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import socket

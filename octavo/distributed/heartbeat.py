@@ -1,7 +1,5 @@
 """A connection over which two nodes tell each other that they are alive, each from a thread of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

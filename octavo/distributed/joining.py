@@ -1,7 +1,5 @@
 """A node's requests to join node 0. It retries while node 0 cannot be reached, and gives up if it does not fit."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import time

@@ -1,8 +1,6 @@
 """Accepts connections to node 0. A caller is accepted after it has proved that it knows the token and has sent its
 first message. `NodeGroup` handles callers for stages, `EngineHosts` callers for engines."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

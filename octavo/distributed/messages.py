@@ -1,7 +1,5 @@
 """Messages between nodes about their group. Messages between workers are in `octavo.execution.worker_messages`."""
 
-from __future__ import annotations
-
 import msgspec
 
 

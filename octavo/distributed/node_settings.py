@@ -1,8 +1,6 @@
 """Settings that must be equal on all nodes of a group, so that their stages form one model. They include digests of the
 checkpoint's configuration and of its tensors' names, types and shapes. The paths of files may differ."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from typing import Any

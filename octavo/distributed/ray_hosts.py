@@ -7,8 +7,6 @@ connect to each other as they do without Ray. The actors and their reserved proc
 that started them ends, however it ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -3,8 +3,6 @@
 The core's side is `adapter_library.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 from octavo.engine.input_processor import InputProcessor

@@ -8,8 +8,6 @@ cache because two requests arrive at once. Until an answer has ended, it counts 
 answers: most callers allow far more tokens than they get.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field

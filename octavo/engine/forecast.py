@@ -4,8 +4,6 @@ the seconds that the core reports for a prompt token.
 `AsyncLLMEngine` keeps it up to date; the server asks it before it accepts a request (`--max-ttft`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from octavo.request import SequenceOutput

@@ -1,7 +1,5 @@
 """Sends encoded messages of `wire.py` between hosts, each behind its length."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 

@@ -4,8 +4,6 @@ Each step's events are one message of three frames: the topic, a number that cou
 endian), and `EventBatch` as MessagePack. Subscribers that miss a number ask the replay endpoint for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

@@ -1,7 +1,5 @@
 """The adapters that callers have named by `lora_int_id`, and the pinned ones."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection
 

@@ -1,8 +1,6 @@
 """Runs long work on requests (templates, tokenization, grammars, media) in threads, so that streams do not wait for
 it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor

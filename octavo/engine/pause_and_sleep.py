@@ -4,8 +4,6 @@ prefix cache, and a live view of it.
 A request that comes during a pause or sleep waits in `PauseAndSleep.wait_open`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Iterable

@@ -1,8 +1,6 @@
 """Requests that are not scheduled yet: their grammar is compiled, their adapter is read, or the tower computes their
 media."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any

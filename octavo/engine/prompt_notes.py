@@ -5,8 +5,6 @@ keeps what it is told, in the order of arrival, and forgets the oldest notes. `o
 reads them.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from typing import Any

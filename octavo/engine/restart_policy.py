@@ -1,7 +1,5 @@
 """Decides when a dead engine core is started again, and when not. `Supervisor` starts it."""
 
-from __future__ import annotations
-
 QUICK_S = 60.0  # a core that dies sooner after it was ready has died quickly
 MAX_DELAY_S = 30.0
 

@@ -7,8 +7,6 @@ ends with a token, or with more steps than it had before the last death: beams a
 If several front ends share the core, their hub lets one after the other try its suspects (`wire.Trials`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from octavo.engine.output_processor import OutputProcessor, RequestState

@@ -1,7 +1,5 @@
 """Levels and tags of sleep, by vLLM's names. A tag names memory that a sleeping engine has freed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from octavo.errors import RequestError

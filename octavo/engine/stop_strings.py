@@ -1,7 +1,5 @@
 """Stop strings, which may cross tokens. Stop tokens are in `octavo.scheduling.stop_tokens`."""
 
-from __future__ import annotations
-
 
 class StopStrings:
     """Finds stop strings in a growing text, and says how much of it may be shown."""

@@ -4,8 +4,6 @@ Plain msgspec structs, encoded as MessagePack; never pickle. A `FrontendMessage`
 back. `octavo.request` and `octavo.stats` define their contents.
 """
 
-from __future__ import annotations
-
 from array import array
 
 import msgspec

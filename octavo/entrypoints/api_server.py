@@ -3,8 +3,6 @@
 It is the whole server under vLLM's name, and has `/generate` and `/health` where scripts expect them.
 """
 
-from __future__ import annotations
-
 import sys
 
 from octavo.processes import import_path

@@ -1,7 +1,5 @@
 """Ollama's routes at a server of one model. Requests to the model are answered by OpenAI's routes (`octavo.ollama`)."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any

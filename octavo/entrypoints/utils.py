@@ -1,7 +1,5 @@
 """Names that servers written for vLLM import from its module of this name."""
 
-from __future__ import annotations
-
 
 def cli_env_setup() -> None:
     """Do nothing. vLLM sets a variable for the start of its workers; Octavo's workers need none."""

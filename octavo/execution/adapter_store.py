@@ -6,8 +6,6 @@ that shares the host's memory has no pages: it uses adapters where they are on t
 its addresses.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

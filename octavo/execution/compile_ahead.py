@@ -5,8 +5,6 @@ launch the same kernels. It builds the model, and a draft model or head, a secon
 (`octavo.ops.triton.outline`), and runs the warm-up steps on a device without memory. So the same code decides what is
 compiled and what is launched."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

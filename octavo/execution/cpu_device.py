@@ -3,8 +3,6 @@
 It shares the host's memory, so nothing is uploaded. One program, recorded at full size, replays steps of any size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any

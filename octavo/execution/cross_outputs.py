@@ -7,8 +7,6 @@ to the sequence's blocks, over rows that later tokens do not see.
 Requests may ask what tokens attend to (`SamplingParams.alignment_heads`). They get the queries and keys of these heads,
 and the front end multiplies them, so that no step waits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple

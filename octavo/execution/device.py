@@ -5,8 +5,6 @@ tests run the runner on a device that does its work as late as possible, and tha
 that pending work will read or write.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -6,8 +6,6 @@ draft token. This step reads the weights once, however many tokens it computes. 
 these states, so a sequence that is admitted again begins without a state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

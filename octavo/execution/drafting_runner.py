@@ -7,8 +7,6 @@ the plan to the others. The result has the draft tokens.
 With pipeline stages the first worker, in the last stage, drafts for a step and sends its plan while earlier stages
 still compute another step."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

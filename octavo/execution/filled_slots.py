@@ -4,8 +4,6 @@ A block holds the keys of the model and, behind them, those of its draft model. 
 nothing while no draft tokens are wanted. Blocks are shared, copied, found in the prefix cache and swapped without it,
 so its gaps are known by block, not by sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 The first worker starts the workers of its own host. On other hosts `octavo.execution.node` starts them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -6,8 +6,6 @@ each distinct picture. A step that computes a part of the run reads that part of
 within a picture, and computed again after a preemption.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Which tokens to pool, for each running sequence, and a step's arrays gathered from this table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

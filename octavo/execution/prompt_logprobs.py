@@ -1,8 +1,6 @@
 """Prompt log-probabilities: which rows want them, and which of them each step computes. `octavo.sampling.logprobs`
 measures them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

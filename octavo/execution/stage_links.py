@@ -4,8 +4,6 @@ On one host rows are in shared memory (`SharedLink`) with room for more steps th
 waits for room. A socket signals that a step's rows are there, or that the other process has ended. Between hosts rows
 go over TCP (`TcpLink`); a thread sends them, so that the stage does not wait for the network."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -4,8 +4,6 @@ follow from it. All arrays of a step are in one buffer, which the host writes in
 captured graphs, `pad` fills the rest with rows that change nothing: tokens without a slot, sequences without tokens,
 samples of no sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from math import prod

@@ -1,7 +1,5 @@
 """The memory of a runner's steps: staging buffers on the host, and the device's inputs that they are uploaded to."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from octavo.execution.device import Device

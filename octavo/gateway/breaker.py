@@ -1,7 +1,5 @@
 """A circuit breaker: requests stay away from a replica that has failed several times in a row."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A request that goes to all replicas, as it is not known which of them have what it is about."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,8 +1,6 @@
 """The client's side of a request: sends it the answer over ASGI. Knows whether an error can still be a status, or has
 to be an event of a stream."""
 
-from __future__ import annotations
-
 import re
 import time
 import uuid

@@ -2,8 +2,6 @@
 counts what they use. The databases compare the counts with the limits: `sqlite_keys`, `valkey_keys`, `postgresql_keys`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from datetime import UTC, datetime
 from typing import Annotated

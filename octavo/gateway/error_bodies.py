@@ -1,8 +1,6 @@
 """What clients get when the gateway itself refuses: OpenAI's error body, Anthropic's below
 /v1/messages, Ollama's below /api."""
 
-from __future__ import annotations
-
 import msgspec
 
 from octavo.errors import RequestError, error_code, error_type

@@ -1,8 +1,6 @@
 """What the gateway counts, by model and replica, for Prometheus. Models are labelled by their names in the catalogue,
 never by a client's text."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

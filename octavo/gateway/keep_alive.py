@@ -1,8 +1,6 @@
 """Comments in streams that are silent, so that no proxy ends them: while a request waits for a replica, and while its
 replica sends nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable

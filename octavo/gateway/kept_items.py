@@ -1,7 +1,5 @@
 """Finds the model of a request, and the replica that alone can answer because it keeps what the request is about."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """How much memory the models that run here may take together. A model that needs memory waits in line; idle models make
 room, the least recently used first, and memory is free only when their processes have ended."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from typing import Protocol

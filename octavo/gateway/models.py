@@ -1,7 +1,5 @@
 """The deployments of a catalogue, and their changes when the catalogue changes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,8 +1,6 @@
 """Notes that Octavo's servers keep for gateways: the names of prompts that gateways gave them, and which adapters are
 on their devices. `octavo.engine.prompt_notes` is the servers' side."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Runs `octavo show`, `pull` and `rm` as child processes, as the gateway itself imports nothing that reads models."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -3,8 +3,6 @@ change with the page; dashboards read /metrics. The page is on the clients' port
 because it shows every key.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

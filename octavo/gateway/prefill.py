@@ -2,8 +2,6 @@
 catalogue computes it, so that no replica that streams has to. The blocks are in a folder that both share
 (`--kv-cache-disk`), or the second replica is told where to copy them from."""
 
-from __future__ import annotations
-
 import logging
 
 from octavo.errors import RequestError

@@ -26,8 +26,6 @@ Every level here returns when the client has its answer, and raises otherwise: `
 client gets, `_TryAnother` if another replica may answer or resume the stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -3,8 +3,6 @@
 The known routes and their traits are here too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

@@ -1,8 +1,6 @@
 """One request at one model: which replicas it has asked, and the meaning of their answers for it. Nothing here changes
 a replica, a breaker or a metric: `proxy` and `prefill` do."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from enum import Enum

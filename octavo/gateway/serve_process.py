@@ -1,7 +1,5 @@
 """`octavo serve` as a child of the gateway: on a port that the kernel gives, with a key that only the gateway knows."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ SIGTERM drains: new requests are refused while those under way go on; then the m
 once. SIGHUP reads the catalogue again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -7,8 +7,6 @@ prompt's tokens comes where another replica would not find them by itself. A rep
 ended gives it up with a comment, whose next events only a client without another replica gets.
 """
 
-from __future__ import annotations
-
 import re
 
 import msgspec

@@ -1,7 +1,5 @@
 """Counts a request of a key, and its tokens, which the replica reports as the usage."""
 
-from __future__ import annotations
-
 import json
 
 from octavo.gateway.client_keys import Key

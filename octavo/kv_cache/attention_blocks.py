@@ -4,8 +4,6 @@ Entry i of a block table holds the tokens i * block_size .. (i + 1) * block_size
 out of the window of every token still to compute are `NULL_BLOCK`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
 
 from octavo.kv_cache.block_pool import BlockPool, Copies, TableChanges

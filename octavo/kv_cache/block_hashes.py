@@ -1,7 +1,5 @@
 """The keys of the prefix index: chained hashes of full blocks, over everything that a block's contents depend on."""
 
-from __future__ import annotations
-
 import hashlib
 
 from octavo.request import Prompt, Tokens, pack_tokens

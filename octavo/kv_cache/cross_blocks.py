@@ -6,8 +6,6 @@ never copied. A sequence without media has none. They are not in the prefix inde
 input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
 
 from octavo.kv_cache.block_pool import BlockPool, Copies, TableChanges

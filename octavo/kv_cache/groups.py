@@ -4,8 +4,6 @@ A model has a `LayerCacheSpec` for each layer. Layers with equal specs form a gr
 Groups whose blocks have the same form share a pool and its memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

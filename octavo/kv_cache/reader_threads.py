@@ -1,7 +1,5 @@
 """Threads that read blocks for the engine's thread, which does not wait for a disk or another server."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

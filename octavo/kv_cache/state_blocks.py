@@ -9,8 +9,6 @@ entries after the first. When the accepted draft tokens are known, the state aft
 sequence's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
 
 from octavo.kv_cache.block_pool import BlockPool, Copies, TableChanges

@@ -1,8 +1,6 @@
 """All-gather: every worker gets all workers' parts of a row. Sharded layers that read whole rows, such as norms over
 all heads, need it. Nothing is added up, so the bits are the same as with one worker."""
 
-from __future__ import annotations
-
 from typing import cast
 
 from octavo.layers.tensor_parallel import Shard

@@ -5,8 +5,6 @@ result.
 Gemma 3n uses AltUp, with a low-rank branch beside attention (LAuReL: Menghani et al. 2024).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from octavo.layers.in_place import scale_in_place

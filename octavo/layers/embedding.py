@@ -1,8 +1,6 @@
 """Embedding: a table's rows by token. With several workers each has some of the columns; the columns are gathered
 unchanged, so the bits are the same as with one worker."""
 
-from __future__ import annotations
-
 from octavo.layers.all_gather import AllGather
 from octavo.layers.parameters import Parameters
 from octavo.layers.tensor_parallel import Shard

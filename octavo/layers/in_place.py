@@ -1,7 +1,5 @@
 """Operations that change an array in place, composed of the backends' operations."""
 
-from __future__ import annotations
-
 from octavo.ops import Array, Ops
 
 

@@ -1,7 +1,5 @@
 """The interfaces of a decoder's layers: the layer, and its description, which states its cache and builds it."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from octavo.kv_cache.groups import LayerCacheSpec

@@ -1,7 +1,5 @@
 """Norms over the last dimension: root mean square (Zhang & Sennrich 2019) and LayerNorm (Ba et al. 2016)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

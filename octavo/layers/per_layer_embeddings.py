@@ -1,8 +1,6 @@
 """Per-layer embeddings (Gemma Team 2025): a second, narrow embedding with a part for each layer. After the layer's
 feed-forward, this part times a gate, which reads the residual stream, is added to the residual stream."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

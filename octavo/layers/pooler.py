@@ -1,8 +1,6 @@
 """Pooling of a text's hidden states into one vector, or into a vector for each token, and the projection heads after
 it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

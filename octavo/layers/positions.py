@@ -1,7 +1,5 @@
 """Tables of positions that are added to the embedding: learned tables, or sines and cosines (Vaswani et al. 2017)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ This saves one pass over the activations. A layer that returned `ops.linear(x, w
 called `ops.add`, would give the same bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol, cast
 

@@ -1,7 +1,5 @@
 """Projection heads: a matrix, an activation and a norm, before an output matrix or after pooling."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from octavo.layers.norm import Norm, NormDescription

@@ -1,8 +1,6 @@
 """Rotary position tables: cosines and sines for every position, with the configured scaling. Also ALiBi slopes,
 attention temperatures and buckets of distances."""
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ As in `transformers`, the index's keys are not stored in eight bits, and there i
 weights have the model's type; in `transformers` they are float32.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import cast
 

@@ -7,8 +7,6 @@ A layer's output is a sum of parts. The parts are cut at the same places for any
 order of one tree; each worker has a branch of the tree. So the bits are the same for any number of workers (arXiv
 2511.17826 does this within the kernels of GPUs)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from octavo.errors import ConfigError

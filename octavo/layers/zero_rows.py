@@ -1,7 +1,5 @@
 """Rows of zeros in a recorded step, to which rows of other arrays are added side by side."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from octavo.layers.parameters import Parameters

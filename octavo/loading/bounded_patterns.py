@@ -4,8 +4,6 @@ Python's matcher may take very long for some expressions, and nothing can interr
 the number of ways to match it, counted as the product of its choices, is large.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ A module's matrix gets the same name as in a checkpoint that is not quantized, s
 quantization. Shapes and scales are checked here and in `quantized_module`; an error is one line.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

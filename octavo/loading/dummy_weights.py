@@ -1,7 +1,5 @@
 """Weights without a checkpoint: random ones that depend on the seed only, for tests and benchmarks."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from functools import cache

@@ -1,7 +1,5 @@
 """A tensor of a file that is not read yet. The modules of file formats make these, and `FileWeights` serves them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

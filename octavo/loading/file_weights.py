@@ -4,8 +4,6 @@ The module of each format lists its tensors and reads them; names and shapes are
 memory-mapped files until they are taken, so that loading needs memory for the model only once.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -6,8 +6,6 @@ An architecture has an entry only after a test has compared its logits with `tra
 refused by name.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from octavo.loading.gguf_layout import NEIGHBOURS, PERMUTED, RANK, Architecture, Names, per_group, per_head, shared

@@ -3,8 +3,6 @@
 The table of architectures, with the particulars of each, is in `gguf_architectures`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from octavo.errors import LoadError

@@ -2,8 +2,6 @@
 and the names that most architectures share. `gguf_architectures` has the table of architectures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -2,8 +2,6 @@
 `gguf_architectures`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

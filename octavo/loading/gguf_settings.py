@@ -2,8 +2,6 @@
 file lacks a value, the default is llama.cpp's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from statistics import NormalDist

@@ -1,7 +1,5 @@
 """A GGUF file's tensors as a checkpoint of `transformers` has them: renamed, split and with rows reordered."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

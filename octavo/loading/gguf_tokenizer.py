@@ -5,8 +5,6 @@ sentencepiece unigram ("t5") and WordPiece ("bert"). The file names the way to s
 describe it: see `pre_tokenizers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Keys come without the architecture's name. An error about a missing or wrong value is one line.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Collection

@@ -4,8 +4,6 @@ HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT and TRANSFORMERS_CACHE keep their
 if the cache has the model. `huggingface_hub` is imported only here, when a hub id is first used.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ An interrupted fetch continues where it stopped; the hub's own library no longer
 only if its SHA-256 is the hub's. `hub.download` then finds these files there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 `octavo list`, `rm` and the gateway read folders here; nothing asks the hub.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

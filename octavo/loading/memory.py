@@ -1,7 +1,5 @@
 """Measures the memory that this process can still get, and refuses models that need more."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ names and their own order of rows. This module translates both to Hugging Face's
 The format is that of https://github.com/mistralai/mistral-inference (`args.py`, `transformer.py`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ before it. The patterns are from the models' own tokenizer.json files. llama.cpp
 means which patterns, and which names take whole words from the vocabulary or start a text with BOS by default.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tokenizers import Regex, pre_tokenizers

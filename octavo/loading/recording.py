@@ -4,8 +4,6 @@ The model's constructor is the only list of its tensors. Memory estimates and du
 record.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

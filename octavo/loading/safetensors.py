@@ -4,8 +4,6 @@ Eight bytes hold the length of the header, the header is JSON, and the rest is t
 https://github.com/huggingface/safetensors#format. An error about a file is one line.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -2,8 +2,6 @@
 each module has its own folder. The names are from sentence-transformers (5) and PyLate.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from typing import Any

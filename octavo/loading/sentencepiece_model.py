@@ -4,8 +4,6 @@ The fields are from sentencepiece_model.proto (https://github.com/google/sentenc
 https://protobuf.dev/programming-guides/encoding. `tokenizer_parts` builds the tokenizer.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 

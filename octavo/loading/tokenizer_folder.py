@@ -2,8 +2,6 @@
 special tokens and chat templates. The rules are from `transformers` (5.23).
 """
 
-from __future__ import annotations
-
 import glob
 import os
 from collections.abc import Mapping

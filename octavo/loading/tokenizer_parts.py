@@ -2,8 +2,6 @@
 `gguf_tokenizer` and `vocabulary_files` read the files, and `tokenizer` makes a `ModelTokenizer` of the parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby

@@ -6,8 +6,6 @@ ZIP archive (`data.pkl`, `data/<key>`); older files have them one after the othe
 tensors. A name stays a name: no instruction can reach a function, a class or a numpy type.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import struct

@@ -5,8 +5,6 @@ Such files lack settings that only the model's tokenizer class knows, so this mo
 with other classes are left to `transformers`. Called by `tokenizer_folder`.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

@@ -3,8 +3,6 @@
 Other files that often lie beside the weights (Meta's consolidated.*, optimizer states, adapters) are ignored.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

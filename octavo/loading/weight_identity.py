@@ -4,8 +4,6 @@ A file is read only once: its hash is kept in the folder of cached blocks, and a
 and inode counts as unchanged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

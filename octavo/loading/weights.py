@@ -4,8 +4,6 @@ All tensors are numpy arrays in host memory; `octavo.ops` packs them and moves t
 Hugging Face's for every file format. `octavo.loading.file_weights` opens checkpoints.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

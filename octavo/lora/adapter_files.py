@@ -6,8 +6,6 @@ whatever the file system reports. `identify` assumes that a file with the same p
 changed. If this is wrong, the core finds another hash, and the request fails.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

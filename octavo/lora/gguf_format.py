@@ -3,8 +3,6 @@
 files. For an embedding [N, K], A is transposed, [N, r], and B is [K, r]. For experts, both have one more dimension in
 front."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

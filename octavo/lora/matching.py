@@ -1,7 +1,5 @@
 """Maps an adapter's modules to a model's matrices: which factors each product gets, in the order of its outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any

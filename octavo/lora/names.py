@@ -4,8 +4,6 @@ A name stands for the contents of its files at the time it was given. Requests c
 that a later change of the name does not affect them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Models are built with these operations in place of the backend's, and know nothi
 matrix that has a table of factors also adds the adapters' part. All other operations are the backend's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast

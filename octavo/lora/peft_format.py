@@ -4,8 +4,6 @@ The format is from https://github.com/huggingface/peft. Each module has lora_A [
 alpha / r or, with rsLoRA (Kalajdzievski 2023), by alpha / sqrt(r). With DoRA (Liu et al. 2024) it has magnitudes [N].
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

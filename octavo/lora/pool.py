@@ -4,8 +4,6 @@ used adapters are evicted first; adapters of running sequences stay.
 This module only counts pages and slots. `octavo.execution.adapter_store` copies adapters as a plan says.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The request for an adapter by name and path, with vLLM's fields."""
 
-from __future__ import annotations
-
 from dataclasses import InitVar, dataclass
 from operator import attrgetter
 

@@ -1,7 +1,5 @@
 """The load of the engine in a header of answers, as ORCA's load balancers ask for it (github.com/cncf/xds, ORCA)."""
 
-from __future__ import annotations
-
 import json
 
 from octavo.stats import EngineStats

@@ -1,7 +1,5 @@
 """Logs a line about the engine's work every few seconds, and sets the gauges of recent averages."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -4,8 +4,6 @@ metrics.
 `octavo.metrics.prometheus` counts and names the metrics.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from octavo.metrics.prometheus import POSITIONS, EngineMetrics

@@ -1,7 +1,5 @@
 """The table of architectures that `octavo models` prints and docs/models.md shows, made from the tables of families."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from octavo.loading import gguf_config

@@ -5,8 +5,6 @@ A setting that config.json leaves out has the default of the architecture's conf
 null counts as left out, except for settings where null has a meaning (`_NULLABLE`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@
 An architecture is a set of settings of these classes: see `octavo.models.families`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -29,10 +27,9 @@ from octavo.layers.tensor_parallel import WHOLE, Shard
 _Mixer = TypeVar("_Mixer")
 
 
-# The types of fields with numbers, by their annotations.
-_NUMBERS: dict[str, Any] = {
-    "int": int, "int | None": int | None, "float": int | float, "float | None": int | float | None,
-}  # fmt: skip
+# The types of fields with numbers, by their annotations, which are texts in some modules.
+_NUMBERS: dict[Any, Any] = {int: int, int | None: int | None, float: int | float, float | None: int | float | None}
+_NUMBERS |= {"int": int, "int | None": int | None, "float": int | float, "float | None": int | float | None}
 _LARGEST = (1 << 31) - 1
 
 
@@ -40,7 +37,7 @@ def check_numbers(description: Any) -> None:
     """Raise `LoadError` if a description, or one inside it, has something else than a number in a field for numbers.
     Configurations may have a list or a text there."""
     for field in fields(description):
-        value, kind = getattr(description, field.name), _NUMBERS.get(str(field.type))
+        value, kind = getattr(description, field.name), _NUMBERS.get(field.type)
         if kind is not None and not (isinstance(value, kind) and (value is None or abs(value) <= _LARGEST)):
             name = f"{type(description).__name__}.{field.name}"
             raise LoadError(f"the model's configuration makes {name} {str(value)[:60]}, which it cannot be.")

@@ -1,7 +1,5 @@
 """The first part of a `Decoder`: from token ids to the input of the first layer."""
 
-from __future__ import annotations
-
 from octavo.layers.embedding import Embedding
 from octavo.layers.norm import Norm, apply_norm
 from octavo.layers.parameters import Parameters

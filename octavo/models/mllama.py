@@ -2,8 +2,6 @@
 layers. `octavo.models.multimodal_models` reads the rest of the configuration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ transformers computes tower and projector (`octavo.multimodal.tower`). This modu
 the model's configuration; each family is one entry of `MEDIA_FAMILIES`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ Encoders always pool. A decoder pools if its class is the bare network or a clas
 sentence-transformers model, or if flags ask for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Division of a model among workers: shards of each layer (tensor parallelism), and layers by stage (pipeline
 parallelism). Models that cannot be split are refused. `octavo.layers.parameters` cuts the matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate

@@ -4,8 +4,6 @@ Octavo's operations, so that a row's bits do not depend on other rows and weight
 Running a norm shows what it computes; its class does not. It stays if its numbers differ from Octavo's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

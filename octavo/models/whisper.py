@@ -2,8 +2,6 @@
 the encoder's output; transformers computes the encoder (`octavo.multimodal.speech_encoder`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -7,8 +7,6 @@ file; the bound `seconds` may be less than `DECODE_S`. It answers with `DONE` or
 follow, and these bytes. A child that closes the socket without an answer has died.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

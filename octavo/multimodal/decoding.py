@@ -3,8 +3,6 @@ first file, and again when it has died or hangs. A refusal passes on the decoder
 without details.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

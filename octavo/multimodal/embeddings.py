@@ -5,8 +5,6 @@
 Files are read without PyTorch, and no code in them runs. Sizes are checked before values.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hashlib

@@ -1,7 +1,5 @@
 """A cache of media for later requests with the same media: decoded, and as the model's processor prepared them."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable
 from threading import Lock

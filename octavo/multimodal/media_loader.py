@@ -1,7 +1,5 @@
 """Turns media in a request into decoded media for the model's processor."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

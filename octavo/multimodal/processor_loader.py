@@ -1,8 +1,6 @@
 """Loads a model's own processor from transformers, which resizes pictures and makes the features of sounds, without the
 parts whose dependencies are missing here."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

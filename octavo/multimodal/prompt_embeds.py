@@ -2,8 +2,6 @@
 embedding. The engine treats them as a medium whose rows replace all tokens of the prompt.
 """
 
-from __future__ import annotations
-
 from octavo.config import PromptEmbedsConfig
 from octavo.errors import RequestError
 from octavo.multimodal.embeddings import Embeddings, float_rows, read_tensor

@@ -1,7 +1,5 @@
 """Decodes sound files to samples at 16 kHz, for `decoder_process`."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -2,8 +2,6 @@
 This module runs in the core; `audio_features` runs in the front end.
 """
 
-from __future__ import annotations
-
 import os
 from math import prod
 from typing import Any

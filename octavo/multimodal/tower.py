@@ -3,8 +3,6 @@ the decoder's device. Rows are kept on the host for later turns. This module run
 runs in the front end.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import os

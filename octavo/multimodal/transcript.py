@@ -3,8 +3,6 @@
 The cuts are those of transformers' Whisper, which follows the paper's code (Radford et al. 2022).
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass

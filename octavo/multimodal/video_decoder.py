@@ -1,7 +1,5 @@
 """Decodes sampled frames of a video file to RGB, with their positions in the video, for `decoder_process`."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -4,8 +4,6 @@ Strangers' files are decoded in a separate process, which has bounds on memory a
 Error texts say what is wrong with the video, and nothing about the machine.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 the model's own tokenizer handles the text, as for all models.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ and tokens are joined into words. The transcriber calls this module for requests
 The method is that of the paper's code (Radford et al. 2022); the times are those of `transformers`.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 about models. Nothing of the engine is imported. The API: https://docs.ollama.com/api.
 """
 
-from __future__ import annotations
-
 from octavo.errors import RequestError
 from octavo.field_names import FieldNames
 

@@ -1,7 +1,5 @@
 """Turns answers of OpenAI's API into Ollama's, as they come: `AnswerTranslator` is an ASGI `send`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime

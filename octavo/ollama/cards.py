@@ -4,8 +4,6 @@ A card is what `octavo show --json` prints: plain data with the keys of `entrypo
 them, as the card of a model at another server does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

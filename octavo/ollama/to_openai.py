@@ -3,8 +3,6 @@
 Every answer is asked for as a stream, as Ollama's answers say how long the prompt and the answer took.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -3,8 +3,6 @@
 Callers import these names from `octavo.ops`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 

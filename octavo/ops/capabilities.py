@@ -1,7 +1,5 @@
 """Operations that only some backends provide beyond `OpsOver`: for adapters, several workers, and separate devices."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from octavo.ops.arrays import ExpertsWeight, HostArray, LayerKVCache, LinearWeight

@@ -5,8 +5,6 @@ numpy's. The environment variables OCTAVO_CPU_ISA (instruction set) and OCTAVO_C
 at import.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The native backend's cache of keys and values: its layout, and copies of whole blocks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

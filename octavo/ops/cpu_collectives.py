@@ -1,7 +1,5 @@
 """Collectives of the native backend: processes of one host that share a model exchange rows through shared memory."""
 
-from __future__ import annotations
-
 import mmap
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A stack is a list of packed matrices and an array of their addresses: the memory
 never read. The tokens of each expert are found when the step runs (csrc/cpu/experts.h).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any

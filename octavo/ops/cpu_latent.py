@@ -1,8 +1,6 @@
 """Latent attention in the native backend: products by head, attention over the compressed cache that all heads share
 (csrc/cpu/latent.h), and the optional index that chooses keys (csrc/cpu/sparse_attention.h)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from numpy.typing import NDArray

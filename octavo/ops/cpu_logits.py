@@ -3,8 +3,6 @@
 `argmax` may be part of a recorded step. All other functions run between steps, on a few rows and lists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec

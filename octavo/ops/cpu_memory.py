@@ -9,8 +9,6 @@ caches and small matrices, experts among them, take turns. Containers that forbi
 where they are first written.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import mmap

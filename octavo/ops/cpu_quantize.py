@@ -1,8 +1,6 @@
 """Conversion of activations to the type that a matrix multiplies: int8, once or as a pair (csrc/cpu/quantize.h), or the
 matrix's float type."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from numpy.typing import NDArray

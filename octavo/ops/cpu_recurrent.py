@@ -4,8 +4,6 @@ recurrences.
 A state is stored in tiles of channels, so that a task reads contiguous memory (csrc/cpu/recurrent.h).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from numpy.typing import NDArray

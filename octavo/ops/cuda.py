@@ -1,8 +1,6 @@
 """The CUDA backend: `octavo.ops.DeviceOps` over the Triton kernels of `octavo.ops.triton`, and over torch's own
 functions for operations that torch has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

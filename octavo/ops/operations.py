@@ -4,8 +4,6 @@
 provide are in `octavo.ops.capabilities`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 

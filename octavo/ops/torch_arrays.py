@@ -1,7 +1,5 @@
 """Conversion of numpy arrays to torch tensors, uploads that do not wait for the device, and torch's types by name."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -3,8 +3,6 @@
 The reference and the CUDA backend share them. Lists that the host makes are uploaded without waiting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -2,8 +2,6 @@
 specifications of caches, the groups that share blocks and the blocks of a request come from the engine's own code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ operations.
 Every rate is the fastest of a few tries, because other programs can only slow a try down.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial

@@ -5,8 +5,6 @@ of `octavo.ops.triton.schedule`. It takes all products together; `benchmarks/gpu
 models in bfloat16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod

@@ -2,8 +2,6 @@
 their place for measured steps.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """How well two texts go together, from their vectors."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Turns a model's pooled vectors into a request's: cut, normalized to length 1, or as probabilities. In float32."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

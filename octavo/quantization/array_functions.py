@@ -5,8 +5,6 @@ functions. So unpackers are written once: with operators, slices, `reshape`, the
 `namespace`, which take `axis` in both libraries. torch is imported only when a torch tensor is passed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

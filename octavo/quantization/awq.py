@@ -1,8 +1,6 @@
 """Reads AWQ's tensors (Lin et al. 2023) as packed words. Codes have four bits: in the layout "gemm" a word holds eight
 outputs, in the layout "gemv" eight elements of k."""
 
-from __future__ import annotations
-
 from octavo.quantization.array_functions import transposed
 from octavo.quantization.codes import groups_of
 from octavo.quantization.packed_words import PackedWords, unpack_outputs, unpack_words

@@ -5,8 +5,6 @@ the matrix.
 have GGUF's names. Each other format has several tensors; the module that unpacks the format describes them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -5,8 +5,6 @@
 "CODEBOOK4" is NF4 and FP4 of bitsandbytes (Dettmers et al. 2023): the high half first, "table" float32 [16].
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -5,8 +5,6 @@
 (octavo/ops/triton/quantize.py).
 """
 
-from __future__ import annotations
-
 from octavo.quantization.array_functions import Array, cast, namespace, repeated
 from octavo.quantization.stored import StoredWeight
 

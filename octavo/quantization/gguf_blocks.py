@@ -1,7 +1,5 @@
 """GGUF's block formats, as in ggml-common.h: exact functions from blocks of bytes to codes, scales and minima."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from octavo.quantization import gguf_codebooks as codebooks

@@ -1,7 +1,5 @@
 """Reads GPTQ's tensors (Frantar et al. 2022), as AutoGPTQ and its successors write them, as packed words."""
 
-from __future__ import annotations
-
 from octavo.errors import ConfigError
 from octavo.quantization.array_functions import cast
 from octavo.quantization.codes import groups_of, in_order_of_groups

@@ -5,8 +5,6 @@ A code is round(x / d). d is the element of largest magnitude divided by -8, so 
 The native packer quantizes (csrc/cpu/pack_int.cpp); this module computes the same for numpy arrays and torch tensors.
 """
 
-from __future__ import annotations
-
 from octavo.quantization.array_functions import cast, namespace, padded
 from octavo.quantization.codes import Codes
 from octavo.quantization.layout import Layout

@@ -5,8 +5,6 @@ A code is round(x / d) with d = absmax / 127.
 The native packer quantizes (csrc/cpu/pack_int.cpp); this module computes the same in numpy.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

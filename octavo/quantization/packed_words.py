@@ -1,8 +1,6 @@
 """Codes of few bits in 32-bit words, as in files of GPTQ, AWQ and compressed-tensors, and functions that unpack
 them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from octavo.quantization.array_functions import Array, arange, cast, namespace, transposed

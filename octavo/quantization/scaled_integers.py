@@ -5,8 +5,6 @@
 [N, K], "scales" and "zeros" [N, groups].
 """
 
-from __future__ import annotations
-
 from octavo.quantization.array_functions import Array, cast
 from octavo.quantization.codes import Codes, groups_of, in_order_of_groups
 from octavo.quantization.packed_words import PackedWords, unpack_words

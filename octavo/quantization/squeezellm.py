@@ -5,8 +5,6 @@
 numbers that are added there. Shorter rows are filled up with places of -1.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Functions on stored weights of any format: their codes, their values, their packed size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scores for beam search: log-probabilities of the beams' tokens, and the best tokens of each beam."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Verification of draft tokens: a draft token stands if the model samples the same token at its position. The random
 number of a position depends on the request's seed alone, so that drafts never change an answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -1,8 +1,6 @@
 """Log-probabilities for requests: measured on the device of the logits, and turned into lists once they are on the
 host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A step costs in proportion to the tokens that it touches. Values that need compu
 `RowSettings`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import cast
 

@@ -5,8 +5,6 @@ A request with a seed therefore gets the same tokens alone, in any batch and aft
 state to keep, to copy at a fork or to restore.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -6,8 +6,6 @@ log-probabilities; `SampledTokens.results` turns the outcome into lists once it 
 masks are in `processors.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

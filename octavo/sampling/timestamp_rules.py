@@ -5,8 +5,6 @@ The rules apply before all settings of a request, and before log-probabilities a
 tokens that the rules allow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Waiting sequences whose adapters are not on the device: others start before them, up to `MAX_BYPASSES` times."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from octavo.lora.pool import AdapterPool

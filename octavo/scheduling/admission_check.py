@@ -1,7 +1,5 @@
 """Refuses requests that can never run, before they are queued, with the numbers in the message."""
 
-from __future__ import annotations
-
 from octavo.config import SchedulerConfig
 from octavo.errors import RequestError
 from octavo.kv_cache.manager import KVCacheManager

@@ -7,8 +7,6 @@ among all proposals, forks beams with several good continuations and drops beams
 (output tokens ** length_penalty), tokens that end a sequence count, and only the best `width` continuations may end.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Protocol

@@ -4,8 +4,6 @@ A request keeps its place for good, so a preempted sequence returns to it. Under
 starves: those that arrive later get later turns, and later deadlines after a while.
 """
 
-from __future__ import annotations
-
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.sequence import Sequence
 from octavo.step_cost import StepCost, StepWork

@@ -1,7 +1,5 @@
 """How many tokens of a prompt a step computes: block boundaries, images and the step's time limit cut its chunks."""
 
-from __future__ import annotations
-
 from octavo.config import SchedulerConfig
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.request import Prompt

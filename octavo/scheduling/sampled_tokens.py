@@ -1,8 +1,6 @@
 """The effects of a step's result on a sequence. With sampled tokens it goes on, forks, is held for its beam search, or
 ends. A sequence of a model that pools ends with its vectors."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """The scheduler's statistics: counters of prompt tokens, gauges after a step, and how far a sequence is."""
 
-from __future__ import annotations
-
 from octavo.kv_cache.host_tier import HostTier
 from octavo.kv_cache.manager import KVCacheManager
 from octavo.scheduling.sequence_queues import SequenceQueues

@@ -4,8 +4,6 @@ Sequences are added, started, forked, preempted and dropped here. The scheduler 
 with how many tokens.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator

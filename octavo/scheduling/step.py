@@ -1,7 +1,5 @@
 """A step while it is planned and computed: its plan, and the sequence of each of the plan's rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -3,8 +3,6 @@
 Stop strings are the front end's: `octavo.engine.output_processor`.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from octavo.request import EngineRequest

@@ -4,8 +4,6 @@ The scheduler asks here; `octavo.step_cost` predicts how long a step takes. The 
 tokens.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 
 from octavo.sampling_params import RequestOutputKind

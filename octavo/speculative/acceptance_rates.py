@@ -2,8 +2,6 @@
 compared with the tokens that followed, even if no step verified it, so that rates are known without trials.
 """
 
-from __future__ import annotations
-
 from octavo.speculative.proposer import NUM_LEVELS, Proposal
 
 # The prior rates, by level; for lookups the level grows with the logarithm of the number of tokens that agree.

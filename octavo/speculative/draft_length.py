@@ -4,8 +4,6 @@ A draft token is worth the probability that it and those before it are accepted,
 predicts. Draft tokens are added while they raise the step's tokens by more than its time. The time of prompts in the
 same step does not count, because it is spent anyway."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple

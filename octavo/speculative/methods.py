@@ -1,7 +1,5 @@
 """Makes the proposer of the configured method (`--speculative-config`)."""
 
-from __future__ import annotations
-
 from octavo.speculative.ngram import NgramProposer
 from octavo.speculative.proposer import Proposer, ToBeDrafted
 from octavo.speculative.speculation import Speculation

@@ -5,8 +5,6 @@ table keeps the last place of each n-gram, so a token costs one entry for each n
 place is kept while the text continues as it did there: the longer both agree, the likelier the next token is right.
 """
 
-from __future__ import annotations
-
 from weakref import WeakValueDictionary
 
 import numpy as np

@@ -2,8 +2,6 @@
 Both propose tokens after a sequence whose tokens are all known. They change only their own state, and may be wrong. For
 a draft model the proposer only chooses the number of tokens; the worker makes them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, Protocol
 
 from octavo.sequence import Sequence

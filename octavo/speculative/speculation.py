@@ -6,8 +6,6 @@ method. A proposal is made when a step's tokens are known, and is compared with 
 it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -5,8 +5,6 @@ A `SuffixAutomaton` knows every piece of the texts that it has read, how often e
 it. Adding a token takes constant time on average (Blumer et al. 1985), however long the texts are.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 

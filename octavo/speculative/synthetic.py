@@ -1,7 +1,5 @@
 """`synthetic_acceptance_rates`: measures the speed at given acceptance rates. Answers are wrong then."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

@@ -1,8 +1,6 @@
 """The grammars of a call's arguments, as each model writes them: a JSON object, a list of parameters with marks, keys
 without quotes, or the one text of a custom tool."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """The grammar of an answer that is calls, or text that may have calls."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,8 +1,6 @@
 """The grammar of an answer of Harmony's messages, as gpt-oss writes them, in which there may be calls. Its marks are
 special tokens, so no text contains them. `call_grammars` adds the rules of the arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from octavo.structured_output.lark import escaped

@@ -1,8 +1,6 @@
 """Context-free grammars of requests as llguidance's Lark: GBNF (llama.cpp's EBNF, `root ::= ...`), and Lark where
 llguidance spells it otherwise."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -3,8 +3,6 @@ front end makes and checks a grammar before the request is queued; it crosses th
 `octavo.structured_output.grammar_matching` follows it. llguidance tries grammars out in a process of its own (`trial`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from contextlib import suppress

@@ -1,8 +1,6 @@
 """Finds out whether a grammar can be followed, and refuses grammars that are too long. Each verdict is kept, so that a
 grammar that comes again costs nothing."""
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import re

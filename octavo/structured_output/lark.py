@@ -1,7 +1,5 @@
 """Texts within a grammar in llguidance's Lark, where special tokens have no text and are named by their ids."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Lark grammars of texts that stand within a call: between the quotes of JSON, or before a mark that ends them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence

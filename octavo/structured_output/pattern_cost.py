@@ -1,7 +1,5 @@
 """How costly regular expressions in a schema may be for llguidance, found without building their automata."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import lru_cache

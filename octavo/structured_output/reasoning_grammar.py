@@ -1,7 +1,5 @@
 """The grammar of reasoning before an answer, within its budget if it has one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial

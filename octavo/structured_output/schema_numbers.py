@@ -1,7 +1,5 @@
 """Bounds of numbers in JSON schemas, as ranges that llguidance gets right. `schema_lowering` writes them."""
 
-from __future__ import annotations
-
 import math
 from decimal import Decimal
 from typing import Any

@@ -2,8 +2,6 @@
 check read. Neither ever goes back in a text. Look-ahead at a known place, and look-behind at the end, become separate
 conditions; other expressions that need to go back are refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """References among the definitions of a lowered schema: finds cycles without a value in between, and definitions that
 only endless values satisfy. `schema_lowering` calls it when all definitions are written."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

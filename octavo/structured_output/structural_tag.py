@@ -9,8 +9,6 @@ llguidance's lexer takes the longest lexeme and never goes back. So free text an
 lexeme. For this, `write` gets the texts that end a format, and returns the format together with its end.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ One process starts with the first grammar, loads llguidance and forks for each t
 slow ones have a lower priority (`nice`), so that they delay nobody.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,6 +5,7 @@ is refused by name.
 from __future__ import annotations
 
 import math
+from dataclasses import make_dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from octavo.errors import LoadError
 from octavo.models.config_reader import _HEADS, _OWN_DEFAULTS, num_labels
-from octavo.models.description import ModelDescription
+from octavo.models.description import ModelDescription, check_numbers
 from octavo.models.families import FAMILIES as ALL_FAMILIES
 from octavo.models.families.dense import FAMILIES
 from octavo.models.inventory import required_tensors
@@ -243,6 +244,14 @@ def test_a_field_of_a_description_is_a_number() -> None:
         described("LlamaForCausalLM", hidden_size=[64], head_dim=8)
     with pytest.raises(LoadError, match="num_experts = 1048576 is not a number from -1 to 8192"):
         described("MixtralForCausalLM", num_local_experts=1 << 20)
+
+
+@pytest.mark.parametrize("annotation", [int, "int"])  # "int": in modules whose annotations are texts
+def test_fields_are_checked_whatever_their_annotations_are(annotation: Any) -> None:
+    sizes = make_dataclass("Sizes", [("width", annotation)])
+    check_numbers(sizes(8))
+    with pytest.raises(LoadError, match=r"makes Sizes\.width \[8\], which it cannot be"):
+        check_numbers(sizes([8]))
 
 
 def test_sizes_that_do_not_fit_each_other_are_refused() -> None:

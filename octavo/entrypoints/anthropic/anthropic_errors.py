@@ -1,7 +1,5 @@
 """Errors of Messages at the server. `octavo.messages_errors` has their form."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Turns a Messages request into a chat: turns become messages; blocks become content, reasoning and calls."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

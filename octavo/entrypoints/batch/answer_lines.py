@@ -3,8 +3,6 @@
 The routes check the requests, so batches support every feature of the routes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Each answer is stored as it comes, so that another server can continue the batch if this server ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

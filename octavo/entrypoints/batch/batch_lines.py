@@ -4,8 +4,6 @@ The id of an answer contains the number and the checksum of its line, so that an
 have been answered, and whether the lines are unchanged.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import zlib

@@ -1,7 +1,5 @@
 """/v1/files and /v1/batches: OpenAI's way to have a file of requests answered."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence

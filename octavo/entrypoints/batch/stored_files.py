@@ -3,8 +3,6 @@
 A file's content is in numbered chunks: pieces of an upload, or lines of a batch's output.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

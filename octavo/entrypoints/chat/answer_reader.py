@@ -5,8 +5,6 @@ only after the reasoning. A whole answer is the sum of its deltas. Deltas belong
 own form.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -2,8 +2,6 @@
 for them. `LLM` and the server call it.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args

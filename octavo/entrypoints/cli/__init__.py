@@ -1,7 +1,5 @@
 """The command line. An error that the user can fix is printed as one line, with exit code 1 and without a traceback."""
 
-from __future__ import annotations
-
 import os
 import sys
 from argparse import ArgumentParser, Namespace

@@ -1,7 +1,5 @@
 """`octavo collect-env`: prints the facts for a bug report."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

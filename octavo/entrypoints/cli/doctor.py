@@ -1,7 +1,5 @@
 """`octavo doctor`: reports whether a server could run on this machine, and what would be slow and why."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`octavo gateway [MODEL … | --catalogue FILE]`: many models behind one address."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from functools import partial

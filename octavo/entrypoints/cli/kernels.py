@@ -1,8 +1,6 @@
 """`octavo kernels MODEL`: compiles a model's kernels into an archive from which servers start. The GPUs need not be on
 this machine."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from dataclasses import fields, replace

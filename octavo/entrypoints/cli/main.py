@@ -1,8 +1,6 @@
 """`octavo COMMAND …`. It knows the names of all commands and imports only the named one, so that `octavo --help` is
 quick."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

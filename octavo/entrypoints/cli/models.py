@@ -1,7 +1,5 @@
 """`octavo models`: lists the supported architectures."""
 
-from __future__ import annotations
-
 import argparse
 
 from octavo.entrypoints.cli import command

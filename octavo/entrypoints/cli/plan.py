@@ -1,7 +1,5 @@
 """`octavo plan [MODEL]`: predicts memory and speed from the model's configuration alone."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`octavo run`, `ps` and `stop`: use, list and unload models that a server at an address has, or that `run` serves."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import sys

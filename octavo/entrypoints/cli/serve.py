@@ -3,8 +3,6 @@
 The file becomes words of a command line, so that argparse checks both alike.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

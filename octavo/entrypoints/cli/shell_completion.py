@@ -3,8 +3,6 @@
 The `shtab` package writes it from the commands' own parsers.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`octavo chat` and `octavo complete`: use a running server from the terminal, with streaming."""
 
-from __future__ import annotations
-
 import argparse
 import http.client
 import json

@@ -6,8 +6,6 @@ come first: a server that is too busy does not read bodies that it will refuse. 
 and routes get them whole. A refused body is never read to its end: `http_protocol` closes its connection.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A block's name is a hash of everything that its contents depend on, so only who 
 The server must have an API key.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

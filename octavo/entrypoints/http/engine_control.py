@@ -1,8 +1,6 @@
 """Routes that control the engine, with vLLM's names: sleep, pause, prefix cache. They exist only with
 --enable-server-dev-mode, because they can stop the server from answering."""
 
-from __future__ import annotations
-
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response

@@ -4,8 +4,6 @@ Every error that leaves the server passes through here: `RequestError` and frien
 validation errors, unknown routes, and any unforeseen exception, for which the client sees only "internal error".
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -6,8 +6,6 @@ them; this process keeps the sockets, so that connections wait while a front end
 --uds, all accept from one socket.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -5,8 +5,6 @@ The process first counts a body's values (`request_limits`), then parses it and 
 adds each piece in a moment, and its event loop runs between pieces.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

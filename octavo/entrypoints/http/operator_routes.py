@@ -1,7 +1,5 @@
 """Routes for operators: /health, /ping, /version, /load, /metrics. They need no key, no body and no ready engine."""
 
-from __future__ import annotations
-
 import asyncio
 
 from starlette.requests import Request

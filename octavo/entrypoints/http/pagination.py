@@ -1,7 +1,5 @@
 """Lists that clients read page by page, in OpenAI's form, and the parameters of queries."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A serializer holds the interpreter's lock during a call. Here each call writes a
 event loop runs between calls while a thread writes the answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

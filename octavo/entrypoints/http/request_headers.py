@@ -1,7 +1,5 @@
 """The headers of a request and its id, for `AuthAndLimits`, the application and the routes."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any, TypeVar, overload

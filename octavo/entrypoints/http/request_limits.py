@@ -6,8 +6,6 @@ Each limit is a field of `ServerArgs`. `refuse_json` checks the bytes of a body 
 checks the parsed body before any class validates it; fields have the same names in all APIs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

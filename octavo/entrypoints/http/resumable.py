@@ -9,8 +9,6 @@ If this server ends a stream because it stops or its engine has died, a comment 
 gives the stream up: whoever has another server asks that one to go on, and others take the events.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Protocol
 

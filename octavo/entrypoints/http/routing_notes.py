@@ -1,8 +1,6 @@
 """The route for gateways: which prompts gateways have sent here, how large the cache is, and which adapters are on the
 device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.requests import Request

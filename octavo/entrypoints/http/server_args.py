@@ -4,8 +4,6 @@
 honoured before anything starts. No web framework is imported here.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -3,8 +3,6 @@
 The bar is for terminals. The lines about what is served come on every start; a log of JSON has them in one object.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

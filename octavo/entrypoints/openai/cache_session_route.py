@@ -1,7 +1,5 @@
 """The route that frees the blocks of a `cache_session`. Requests keep them: see `request_bodies.TokenRequest`."""
 
-from __future__ import annotations
-
 from starlette.requests import Request
 
 from octavo.entrypoints.http.pagination import Deleted

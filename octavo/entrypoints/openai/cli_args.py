@@ -1,7 +1,5 @@
 """The server's flags under the names of vLLM's module, for programs that start a server."""
 
-from __future__ import annotations
-
 import argparse
 
 from octavo.entrypoints.cli.serve import add_flags, both_args

@@ -4,8 +4,6 @@ as one text.
 A stream has a line of JSON for each step, with the whole text so far; an error is a line with the error body.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 
 from starlette.requests import Request

@@ -1,8 +1,6 @@
 """The common part of completions and chat completions: it sends a request to the engine, and turns the outputs into one
 answer or the chunks of a stream."""
 
-from __future__ import annotations
-
 import copy
 import time
 from abc import ABC, abstractmethod

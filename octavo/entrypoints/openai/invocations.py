@@ -1,8 +1,6 @@
 """POST /invocations: the one route that SageMaker calls. As in vLLM, the body's fields decide which other route answers
 the request."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from starlette.requests import Request

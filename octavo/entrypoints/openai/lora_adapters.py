@@ -4,8 +4,6 @@ Both routes work only with --enable-runtime-lora-updating, and read only below -
 make the server read arbitrary paths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 

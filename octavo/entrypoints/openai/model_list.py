@@ -1,7 +1,5 @@
 """GET /v1/models and /v1/models/{id}: the names that this server answers to, in the form of the API that asks."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Any
 

@@ -3,8 +3,6 @@
 The answers have the first fields of vLLM's. The model does not run, but the request is checked as if it did.
 """
 
-from __future__ import annotations
-
 from starlette.requests import Request
 from starlette.responses import Response
 

@@ -1,7 +1,5 @@
 """The bodies of the API's responses. Chunks of streams, made once a token, are written by `streaming` without them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

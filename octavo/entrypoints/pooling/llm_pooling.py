@@ -1,7 +1,5 @@
 """The methods of `LLM` for models that pool: embeddings, classes, scores, and other vectors of texts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 

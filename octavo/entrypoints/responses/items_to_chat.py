@@ -1,7 +1,5 @@
 """Turns a Responses request into a chat."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 A conversation that gets items counts as new: a full store first drops the ones that were not used for longest.
 """
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Responses in the store: the response object, and the items of the request."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

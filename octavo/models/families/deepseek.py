@@ -1,7 +1,5 @@
 """The architectures with latent attention: DeepSeek's, and others with the same attention."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

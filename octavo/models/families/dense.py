@@ -4,8 +4,6 @@ A setting that a configuration class of transformers computes is computed by a f
 checkpoints and the names that `transformers` writes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ those with heads for sequences and for tokens) is an architecture.
 Tensors have the checkpoints' names; in a checkpoint of a bare model names lack the first part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -2,8 +2,6 @@
 layer has an embedding of its own; experts stand beside a dense feed-forward.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

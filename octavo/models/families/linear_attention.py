@@ -1,7 +1,5 @@
 """The architectures with attention and layers that keep a state, other than Mamba."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The architectures with Mamba's state spaces: alone, with attention, and with a transformer that layers share."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

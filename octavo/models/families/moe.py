@@ -4,8 +4,6 @@ Tensors have the checkpoints' names. `transformers` 5 renames and stacks some te
 read if models with either name have been published.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

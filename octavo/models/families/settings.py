@@ -1,7 +1,5 @@
 """Settings that the tables of several families share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from octavo.errors import LoadError

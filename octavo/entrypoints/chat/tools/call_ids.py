@@ -1,7 +1,5 @@
 """Makes ids of calls in the form that the model's format and its chat template need."""
 
-from __future__ import annotations
-
 import hashlib
 import uuid
 from collections.abc import Iterable, Sequence

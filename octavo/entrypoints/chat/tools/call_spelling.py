@@ -1,8 +1,6 @@
 """Spells calls in a format. It serves the grammars of forced calls, the reader of forced calls, and conversations whose
 template writes no calls."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Reads answers that must be calls (`tool_choice` "required", or a function). Their grammar allows one spelling, so
 arguments are passed on as they arrive, but no escape in two pieces."""
 
-from __future__ import annotations
-
 from octavo.call_arguments import without_open_escape
 from octavo.entrypoints.chat.tools.tool_parser_base import Call, JsonScanner, Piece
 from octavo.structured_output.answer_parts import Spelling

@@ -1,8 +1,6 @@
 """Reads answers by the description of a format. One reader serves all formats, and looks at each character of a call
 once."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Turns texts between marks into values of parameters, by the parameters' schemas."""
 
-from __future__ import annotations
-
 import ast
 import math
 import re

@@ -1,7 +1,5 @@
 """Writes what a schema says of a text as regular expressions, for formats of calls in which texts have no quotes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import lru_cache

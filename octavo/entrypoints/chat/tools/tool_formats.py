@@ -5,8 +5,6 @@ Marks contain the blanks that models write; readers ignore blanks around marks. 
 chat templates. The names are those of vLLM's --tool-call-parser.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

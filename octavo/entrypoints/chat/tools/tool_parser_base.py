@@ -5,8 +5,6 @@ cut. A call is given when it is complete, because only then is it known to be a 
 is content.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
