@@ -4,14 +4,12 @@ This module uses no scheduler and no clock: code that runs steps measures them a
 steps, predicts a wait or chooses between machines calls `seconds`. The same calls give the same numbers.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
 from statistics import median
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -37,7 +35,7 @@ class StepWork:
     num_chunk_pairs: int = 0  # pairs of a query and a key, in rows of several tokens
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[int, int, int, int, int, tuple[int, ...]]]) -> StepWork:
+    def of(cls, rows: Sequence[tuple[int, int, int, int, int, tuple[int, ...]]]) -> Self:
         """Return the work of a plan's rows (`octavo.step_plan.PlannedRow`)."""
         # Sums are faster than `add` for each row, and most steps have no rows of several tokens.
         num_tokens, num_samples = sum([row[2] for row in rows]), sum([row[3] for row in rows])
@@ -68,7 +66,7 @@ class StepWork:
         else:
             self.num_chunk_pairs -= _pairs(num_computed, count)
 
-    def plus(self, num_computed: int, num_tokens: int, num_samples: int) -> StepWork:
+    def plus(self, num_computed: int, num_tokens: int, num_samples: int) -> Self:
         """Return this work with one more row."""
         work = replace(self)
         work.add(num_computed, num_tokens, num_samples)
@@ -126,7 +124,7 @@ class StepCostModel:
         self._next = 0  # next share to fit
 
     @classmethod
-    def derived(cls, weight_bytes: int, key_bytes: int, bytes_per_s: float, operations_per_s: float) -> StepCostModel:
+    def derived(cls, weight_bytes: int, key_bytes: int, bytes_per_s: float, operations_per_s: float) -> Self:
         """Return a model for steps that read `weight_bytes` once and `key_bytes` for each key. The machine's figures
         may be rough: the first steps correct the speed, and until then only proportions matter."""
         num_weights = weight_bytes  # about one byte each

@@ -1,7 +1,5 @@
 """Node 0's view of a group of nodes: it waits for the others, checks that they fit, and notices when one is lost."""
 
-from __future__ import annotations
-
 import logging
 import os
 import queue
@@ -9,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from octavo.config import EngineConfig
 from octavo.distributed.connection import release, send_message, show_address
@@ -80,7 +78,7 @@ class NodeGroup:
         logger.info("node 0 of %d listens at %s, with %s", self._nodes.size, show_address(address), secret)
 
     @classmethod
-    def gather(cls, config: EngineConfig, starter: Starter | None = None) -> NodeGroup:
+    def gather(cls, config: EngineConfig, starter: Starter | None = None) -> Self:
         """Wait for all nodes and return the complete group. Raises `ConfigError` for a node that does not fit,
         `LoadError` for a node that is lost."""
         group = cls(config, starter)

@@ -1,11 +1,9 @@
 """Texts for models that pool: tokenizes one text or a pair, cuts what is too long, and makes the `EngineRequest`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -50,7 +48,7 @@ class Text:
     cache_salt: str | None = None
 
     @classmethod
-    def of(cls, prompt: PromptInput, prompt_name: str | None = None) -> Text:
+    def of(cls, prompt: PromptInput, prompt_name: str | None = None) -> Self:
         """Make a `Text` of a caller's prompt. Raises `RequestError` for an invalid prompt, and for fields that are not
         built for models that pool."""
         given: Any = prompt

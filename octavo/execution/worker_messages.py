@@ -3,9 +3,7 @@
 `ToFollower` goes from the first worker to the others, `ToLeader` the other way.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -62,7 +60,7 @@ class TowerRows(msgspec.Struct, tag="rows"):
     values: dict[bytes, tuple[tuple[int, ...], bytes]]  # shape, and float32
 
     @classmethod
-    def of(cls, rows: dict[bytes, NDArray[np.float32]]) -> TowerRows:
+    def of(cls, rows: dict[bytes, NDArray[np.float32]]) -> Self:
         """Make the message of rows [parts, tokens, H] by content hash."""
         return cls({key: (of_one.shape, of_one.tobytes()) for key, of_one in rows.items()})
 

@@ -1,11 +1,10 @@
 """One server that answers for a model: its connections, its requests under way, and its health."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
 from dataclasses import dataclass, field, replace
+from typing import Self
 from urllib.parse import urlencode
 
 import msgspec
@@ -80,7 +79,7 @@ class Replica:
     def is_healthy(self) -> bool:
         return self.checks.num_failed < FAILED_CHECKS
 
-    def serving(self, name: str) -> Replica:
+    def serving(self, name: str) -> Self:
         """Return the same server, whose health is checked once, under the name of another of its models."""
         return replace(self, served_name=name, num_in_flight=0)
 

@@ -7,15 +7,13 @@ is that its steps are not captured. `octavo.models.registry` imports this module
 needs the extra `transformers`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 # torch's own threads would spin while they wait and take cores from the native kernels. torch reads this variable when
 # it is imported.
@@ -245,7 +243,7 @@ class _Given(nn.Module):
         self.hidden: Tensor
 
     @property
-    def decoder(self) -> _Given:
+    def decoder(self) -> Self:
         """Return itself: some heads call only this part of the network below them."""
         return self
 

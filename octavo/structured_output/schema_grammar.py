@@ -1,12 +1,10 @@
 """The grammar of a JSON schema. If llguidance cannot follow a schema, simpler forms of it are tried."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from octavo.errors import RequestError
 from octavo.sampling_params import StructuredOutputsParams
@@ -95,7 +93,7 @@ class _Form:
     merges_references: bool = True
     empty: frozenset[str] = frozenset()  # numbers of definitions that no value satisfies
 
-    def after(self, problem: str, field: str) -> _Form:
+    def after(self, problem: str, field: str) -> Self:
         """Return the form to try after llguidance's error `problem`. Raises `RequestError` if there is none."""
         # A definition that no value satisfies may be in a place that the schema does not need.
         of_definition = _EMPTY_DEFINITION.search(problem)

@@ -4,11 +4,9 @@ Fields that only concern caching, billing or labels (`cache_control`, `metadata`
 accepted and change no answer. Fields that ask for missing features are refused by name.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
@@ -264,7 +262,7 @@ class Message(RequestBody):
     clear_at: Literal["next_user_message", "never"] | None = None  # when the system's text leaves the prompt
 
     @model_validator(mode="after")
-    def _check_blocks(self) -> Message:
+    def _check_blocks(self) -> Self:
         for block in self.content:
             of = self.role if block.type == "text" else _OWNERS.get(block.type, "assistant")
             if of != self.role:
@@ -332,7 +330,7 @@ class ToolChoice(RequestBody):
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
-    def _check_name(self) -> ToolChoice:
+    def _check_name(self) -> Self:
         if (self.type == "tool") != (self.name is not None):
             raise RequestError("tool_choice.name goes with type tool, and only with it.", param="tool_choice.name")
         return self
@@ -420,7 +418,7 @@ class MessagesRequest(CountTokensRequest):
     resume: Resume | None = described("Continue another server's stream that broke off, as octavo gateway does.")
 
     @model_validator(mode="after")
-    def _check_resume(self) -> MessagesRequest:
+    def _check_resume(self) -> Self:
         if self.resume is not None and not self.stream:
             raise RequestError("resume goes with a stream.", param="resume")
         return self

@@ -1,9 +1,8 @@
 """Counts that a server's front ends share: each writes its own number, and reads the sum of all."""
 
-from __future__ import annotations
-
 import mmap
 from functools import partial
+from typing import Self
 
 ENGINE_REQUESTS, CONNECTIONS, REQUESTS_PER_S, WAITING_TOKENS = range(4)  # the last: and those of further engines
 
@@ -22,7 +21,7 @@ class SharedCounts:
         self._is_alone = num_front_ends == 1
 
     @classmethod
-    def alone(cls) -> SharedCounts:
+    def alone(cls) -> Self:
         """Return the counts of a server's only front end."""
         return cls(bytearray(num_bytes(1, 1)))
 

@@ -1,8 +1,6 @@
 """The fields of a request that say what structure its answer has, with OpenAI's names and vLLM's."""
 
-from __future__ import annotations
-
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -62,7 +60,7 @@ class ResponseFormat(RequestBody):
         return self.model_dump(exclude_none=True) if self.type == "structural_tag" else None
 
     @model_validator(mode="after")
-    def _check_schema(self) -> ResponseFormat:
+    def _check_schema(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
             raise RequestError(
                 'response_format of type json_schema needs "json_schema": {"name": ..., "schema": {...}}.',

@@ -1,9 +1,7 @@
 """The messages of a chat, and the functions that its answer may call, as requests give them."""
 
-from __future__ import annotations
-
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
@@ -163,7 +161,7 @@ class ChatMessage(RequestBody):
         return value
 
     @model_validator(mode="after")
-    def _check_media(self) -> ChatMessage:
+    def _check_media(self) -> Self:
         if media_of([self.content]):
             check_role(self.role)
         return self

@@ -4,11 +4,9 @@ The model sees and calls such a tool as a function with one parameter for the te
 requests into functions, and `CustomInput` turns the arguments of a call into the input.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -43,7 +41,7 @@ class InputFormat(RequestBody):
         return data
 
     @model_validator(mode="after")
-    def _check_grammar(self) -> InputFormat:
+    def _check_grammar(self) -> Self:
         if (self.type == "grammar") != (self.grammar is not None):
             raise ValueError('needs "type": "grammar" and its definition and syntax, or "type": "text"')
         return self

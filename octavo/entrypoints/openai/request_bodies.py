@@ -4,11 +4,9 @@ Types are checked here, ranges by `SamplingParams`, lengths by the engine. An un
 does. Each field's meaning is stated once, here and for /openapi.json.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -272,7 +270,7 @@ class GenerationRequest(SamplingRequest):
     resume: Resume | None = described("Continue another server's stream that broke off, as octavo gateway does.")
 
     @model_validator(mode="after")
-    def _check_stream(self) -> GenerationRequest:
+    def _check_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -347,7 +345,7 @@ class CompletionRequest(GenerationRequest):
         return data
 
     @model_validator(mode="after")
-    def _check_embeds(self) -> CompletionRequest:
+    def _check_embeds(self) -> Self:
         if self.prompt_embeds and self.echo:
             raise RequestError("echo repeats a prompt's text, and prompt_embeds have none.", param="echo")
         if self.suffix and (self.echo or not all(isinstance(prompt, str) for prompt in self.prompts)):
@@ -395,7 +393,7 @@ class TemplateRequest(PromptRequest):
                 raise RequestError(f"{name} is for messages; {instead} has no chat template.", param=name)
 
     @model_validator(mode="after")
-    def _check_end(self) -> TemplateRequest:
+    def _check_end(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
@@ -463,7 +461,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateRequest):
         return {tool.custom.name: tool.custom.grammar for tool in self.tools or () if tool.custom is not None}
 
     @model_validator(mode="after")
-    def _check_chat(self) -> ChatCompletionRequest:
+    def _check_chat(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
         if self.store:
@@ -536,7 +534,7 @@ class TokenizeRequest(TemplateRequest):
     return_token_strs: bool | None = described("Add the tokens as the vocabulary writes them.")
 
     @model_validator(mode="after")
-    def _check_one(self) -> TokenizeRequest:
+    def _check_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
         if self.messages is None:

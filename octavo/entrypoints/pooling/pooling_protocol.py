@@ -1,9 +1,7 @@
 """The bodies of the routes of models that pool, with the names of OpenAI, Cohere, Jina and vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
@@ -84,7 +82,7 @@ class TextsRequest(PoolingFields, TemplateRequest):
     prompt_name: Text | None = described("The name of one of the model's own prompts, which comes before each text.")
 
     @model_validator(mode="after")
-    def _check_one(self) -> TextsRequest:
+    def _check_one(self) -> Self:
         if (self.input is None) == (self.messages is None):
             raise RequestError("Send either input or messages.", param="input")
         if self.input is not None and len(self.input) > MAX_TEXTS:
@@ -121,7 +119,7 @@ class EmbeddingRequest(TextsRequest):
     endianness: Literal["native", "little", "big"] | None = described("Their byte order; the server's if left out.")
 
     @model_validator(mode="after")
-    def _check_bytes(self) -> EmbeddingRequest:
+    def _check_bytes(self) -> Self:
         for name in ("embed_dtype", "endianness"):
             if getattr(self, name) is not None and (self.encoding_format or "float") == "float":
                 raise RequestError(f"{name} is for encoding_format base64 and bytes.", param=name)
@@ -165,7 +163,7 @@ class CohereEmbedRequest(PoolingFields):
     max_tokens: Annotated[Int, Field(ge=1)] | None = described("Cut texts to this many tokens.")
 
     @model_validator(mode="after")
-    def _check_one(self) -> CohereEmbedRequest:
+    def _check_one(self) -> Self:
         if (self.texts is None) == (self.inputs is None):
             raise RequestError("Send either texts or inputs.", param="texts")
         if self.truncate == "NONE" and self.max_tokens is not None:
@@ -245,7 +243,7 @@ class ScoreRequest(PairsRequest):
     items: Documents | None = described("Another name of text_2.")
 
     @model_validator(mode="after")
-    def _check_sides(self) -> ScoreRequest:
+    def _check_sides(self) -> Self:
         for names in _SIDES:
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) != 1:

@@ -5,12 +5,10 @@ both names. A search for tools that the client makes is a function, too. The too
 `additional_tools`, are in items of the conversation.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
@@ -48,7 +46,7 @@ class ResponsesTool(RequestBody):
     execution: Literal["client"] | None = None
 
     @model_validator(mode="after")
-    def _check_kind(self) -> ResponsesTool:
+    def _check_kind(self) -> Self:
         others = ("parameters", "strict", "output_schema") if self.type == "custom" else ("format",)
         for name in (*others, *(("execution",) if self.type != SEARCH else ())):
             if getattr(self, name) is not None:

@@ -3,10 +3,8 @@
 Items of `input` are read by `items`. Fields that ask for something that is not built are refused by name.
 """
 
-from __future__ import annotations
-
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from starlette.requests import Request
@@ -58,7 +56,7 @@ class TextFormat(RequestBody):
     strict: bool | None = None
 
     @model_validator(mode="after")
-    def _check_schema(self) -> TextFormat:
+    def _check_schema(self) -> Self:
         if (self.type == "json_schema") != (self.schema_ is not None):
             raise RequestError("text.format.schema goes with type json_schema, and only with it.", param="text.format")
         return self
@@ -162,7 +160,7 @@ class ResponsesRequest(TokenRequest):
         return refuse_unbuilt(data, unbuilt=_NOT_BUILT)
 
     @model_validator(mode="after")
-    def _check_together(self) -> ResponsesRequest:
+    def _check_together(self) -> Self:
         if self.background and self.store is False:
             raise RequestError("background needs store: the response is fetched later.", param="background")
         if self.conversation is not None and self.previous_response_id is not None:
