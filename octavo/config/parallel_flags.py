@@ -1,9 +1,6 @@
 """Checks the flags of several workers, before and after a model has been found."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING
 
 from octavo.config.data_parallel_flags import (
     check_data_parallel,
@@ -18,11 +15,9 @@ from octavo.config.engine_config import NodesConfig
 from octavo.config.speculation_flags import speculative_config
 from octavo.errors import ConfigError
 from octavo.hardware import expects_cuda, num_cuda_devices
+from octavo.models.description import ModelDescription
 from octavo.node_token import check_token
 from octavo.speculative_config import DRAFT_METHODS, HEAD_METHODS
-
-if TYPE_CHECKING:
-    from octavo.models.description import ModelDescription
 
 logger = logging.getLogger(__name__)
 

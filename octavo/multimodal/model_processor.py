@@ -2,8 +2,6 @@
 placeholder tokens as the tower gives rows. This module runs in the front end; `tower` runs in the core.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -12,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,10 +24,8 @@ from octavo.multimodal.media_cache import MediaCache, medium_bytes
 from octavo.multimodal.media_loader import MediaLoader
 from octavo.multimodal.processor_loader import load_processor
 from octavo.multimodal.sound_decoder import RATE
+from octavo.multimodal.videos import Video
 from octavo.request import EMBEDDINGS, MediaArray, MediaInput, MediaItem
-
-if TYPE_CHECKING:
-    from octavo.multimodal.videos import Video
 
 logger = logging.getLogger(__name__)
 
