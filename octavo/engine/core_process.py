@@ -23,27 +23,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from octavo.engine import wire
 from octavo.engine.core import EngineCore
-from octavo.engine.wire import (
-    Abort,
-    AbortAll,
-    CacheWasReset,
-    CoreProcessArgs,
-    DropCacheSession,
-    Failed,
-    GetLiveView,
-    LoadAdapter,
-    Loading,
-    Ready,
-    ResetCache,
-    SetPaused,
-    StepBegins,
-    Trials,
-    UnloadAdapter,
-    decode_frontend_message,
-    encode_message,
-    is_readable,
-)
 from octavo.errors import OctavoError
 from octavo.logs import configure_logging
 from octavo.phases import Phases
@@ -73,7 +54,7 @@ def main() -> None:
     from octavo.execution import executor  # noqa: F401
 
     phases.end("imports")
-    args = msgspec.json.decode(lines.get(), type=CoreProcessArgs)
+    args = msgspec.json.decode(lines.get(), type=wire.CoreProcessArgs)
     phases.end("wait for configuration")
     _goodbyes.append(partial(shutil.rmtree, os.path.dirname(args.end_path), ignore_errors=True))  # the parent's sockets
     configure_logging("core", args.log_level, log_format=log_format)
@@ -85,16 +66,16 @@ def main() -> None:
     try:
         _run(args, phases, receiver, sender, lines)
     except OctavoError as e:
-        sender.send(encode_message(Failed(str(e), expected=True)))
+        sender.send(wire.encode_message(wire.Failed(str(e), expected=True)))
     except BaseException as e:
         logger.exception("the engine core failed")
-        sender.send(encode_message(Failed(f"{type(e).__name__}: {e}", expected=False)))
+        sender.send(wire.encode_message(wire.Failed(f"{type(e).__name__}: {e}", expected=False)))
     context.destroy(linger=2000)
     sys.exit(1)
 
 
 def _run(
-    args: CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes],
+    args: wire.CoreProcessArgs, phases: Phases, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes],
     lines: queue.SimpleQueue[bytes],
 ) -> None:  # fmt: skip
     core = EngineCore(args.config, on_loading=_LoadingReport(sender))
@@ -108,7 +89,7 @@ def _run(
         _goodbyes.append(executor.worker_group.say_goodbye)
     if core.disk is not None:
         _goodbyes.append(partial(_save_blocks, core.disk.writer, lines))
-    ready = Ready(
+    ready = wire.Ready(
         max_model_len=executor.max_model_len,
         num_blocks=sum(executor.num_blocks),
         num_host_blocks=sum(executor.num_host_blocks),
@@ -117,8 +98,8 @@ def _run(
         cache_bytes=executor.cache_bytes,
         startup=phases.seconds | executor.startup,
     )
-    sender.send(encode_message(ready))
-    core.on_admission = lambda request_ids: sender.send(encode_message(StepBegins(request_ids)))
+    sender.send(wire.encode_message(ready))
+    core.on_admission = lambda request_ids: sender.send(wire.encode_message(wire.StepBegins(request_ids)))
     try:
         _serve(core, receiver, sender, lacks_vocabulary=args.config.model.pooling is None)
     except Exception:
@@ -136,7 +117,7 @@ class _LoadingReport:
     def __call__(self, share: float) -> None:
         if share - self._sent >= 0.02 or share == 1:
             self._sent = share
-            self._sender.send(encode_message(Loading(share)))
+            self._sender.send(wire.encode_message(wire.Loading(share)))
 
 
 def _serve(core: EngineCore, receiver: zmq.Socket[bytes], sender: zmq.Socket[bytes], *, lacks_vocabulary: bool) -> None:
@@ -145,46 +126,46 @@ def _serve(core: EngineCore, receiver: zmq.Socket[bytes], sender: zmq.Socket[byt
     while True:
         has_news = core.has_work
         if not has_news:
-            while not is_readable(receiver) and core.save_blocks():
+            while not wire.is_readable(receiver) and core.save_blocks():
                 pass
             if lacks_vocabulary and not receiver.poll(_IDLE_MS):
                 core.executor.load_vocabulary()
                 lacks_vocabulary = False
             has_news = _handle(core, sender, receiver.recv())
-        while is_readable(receiver):
+        while wire.is_readable(receiver):
             has_news |= _handle(core, sender, receiver.recv())
         if core.has_work or (has_news and not core.is_paused):
             # A step without work still reports that aborts have emptied the engine.
-            sender.send(encode_message(core.step()))
+            sender.send(wire.encode_message(core.step()))
 
 
 def _handle(core: EngineCore, sender: zmq.Socket[bytes], data: bytes) -> bool:
     """Handle a message. Returns whether it may have given the core new work."""
-    match decode_frontend_message(data):
-        case GetLiveView():
-            sender.send(encode_message(core.live_view()))
+    match wire.decode_frontend_message(data):
+        case wire.GetLiveView():
+            sender.send(wire.encode_message(core.live_view()))
             return False
-        case ResetCache(frees_memory):
+        case wire.ResetCache(frees_memory):
             core.reset_prefix_cache(frees_memory=frees_memory)
-            sender.send(encode_message(CacheWasReset()))
+            sender.send(wire.encode_message(wire.CacheWasReset()))
             return False
-        case DropCacheSession(session, salt):
+        case wire.DropCacheSession(session, salt):
             num_blocks = None if core.disk is None else core.disk.sessions.drop(session, salt)
-            sender.send(encode_message(CacheWasReset(num_blocks)))
+            sender.send(wire.encode_message(wire.CacheWasReset(num_blocks)))
             return False
-        case SetPaused(is_paused):
+        case wire.SetPaused(is_paused):
             core.is_paused = is_paused
         case EngineRequest() as request:
             core.add(request)
-        case LoadAdapter(source, pins):
+        case wire.LoadAdapter(source, pins):
             core.load_adapter(source, pins)
-        case UnloadAdapter(identity):
+        case wire.UnloadAdapter(identity):
             core.unload_adapter(identity)
-        case Abort(request_id, index):
+        case wire.Abort(request_id, index):
             core.abort(request_id, index)
-        case AbortAll(prefix):
+        case wire.AbortAll(prefix):
             core.abort_all(prefix)
-        case Trials():
+        case wire.Trials():
             return False
     return True
 
