@@ -172,19 +172,20 @@ class Supervisor:
             while True:
                 reason = self.end_reason = await self._follow_core()
                 self.core.close()
-                if self._wake is not None:
+                if self._wake is None:
+                    delay_s = self._restart_delay() if self.ready is not None else None
+                    if delay_s is None:
+                        self._fail(EngineDeadError(f"{reason}."))
+                        return
+                    self._suspend(reason)
+                    await asyncio.sleep(delay_s)
+                else:
                     self._on_core_ended(EngineDeadError("the engine core has ended to sleep; the request is lost."))
+                if self._wake is not None:  # perhaps only since the core has died
+                    self._outage = None
                     await self._wake.wait()
-                    self.core, self._next_core = self._make_core(self.config, self._next_core), None
                     self._wake = None
-                    continue
-                delay_s = self._restart_delay() if self.ready is not None else None
-                if delay_s is None:
-                    self._fail(EngineDeadError(f"{reason}."))
-                    return
-                self._suspend(reason)
-                await asyncio.sleep(delay_s)
-                self.core = self._make_core(self.config, None)
+                self.core, self._next_core = self._make_core(self.config, self._next_core), None
         except asyncio.CancelledError:
             raise
         except Exception as e:

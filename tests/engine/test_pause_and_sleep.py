@@ -173,6 +173,37 @@ def test_who_is_woken_while_falling_asleep_wakes_with_one_core(
     assert len(cores) == 2, "none is left that nobody uses"
 
 
+@pytest.mark.parametrize(("delay_s", "num_dead"), [(0.0, 2), (50.0, 1)])
+def test_an_engine_whose_core_dies_while_it_falls_asleep_has_no_core_while_it_sleeps(
+    with_engine: WithEngine, cores: list[subprocess.Popen[bytes]], clock: Clock, monkeypatch: pytest.MonkeyPatch,
+    delay_s: float, num_dead: int,
+) -> None:  # fmt: skip
+    """The request that it waits for has gone before the next core was ready, or even started."""
+
+    async def use(engine: AsyncLLMEngine) -> None:
+        monkeypatch.setattr(engine._supervisor, "_restart_delay", lambda: delay_s)
+        slow = asyncio.create_task(ask(engine, HANG, "slow"))
+        await until(lambda: engine._output_processor.requests)
+        falling_asleep = asyncio.create_task(engine.sleep(2, "wait"))
+        await until(lambda: engine._pause_and_sleep.is_paused)
+        cores[0].kill()
+        await until(lambda: engine.unavailable_error)
+        await until(lambda: delay_s or len(cores) == num_dead)
+        await engine.abort("slow")
+        await asyncio.gather(slow, falling_asleep)
+        await clock.pass_time(60)
+        await until(lambda: engine.unavailable_error is None)
+        assert len(cores) == num_dead + 1, "the last one waits for the end of sleep"
+        await engine.wake_up()
+        assert await ask(engine, ANSWER) == "length"
+        await engine.sleep(2)
+        await engine.wake_up()
+        assert await ask(engine, ANSWER) == "length"
+
+    with_engine(use, max_restarts=1)
+    assert len(cores) == num_dead + 2
+
+
 def test_an_engine_that_is_resumed_while_it_waits_to_sleep_sleeps_closed(with_engine: WithEngine) -> None:
     async def use(engine: AsyncLLMEngine) -> None:
         slow = asyncio.create_task(ask(engine, HANG, "slow"))
