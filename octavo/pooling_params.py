@@ -1,7 +1,7 @@
 """`PoolingParams`, a request's settings for a model that pools, and `PoolingConfig`, the model's own settings."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -9,6 +9,12 @@ from octavo.errors import RequestError
 
 # Tasks of requests, by vLLM's names: embeddings or classes, for a whole text or for each of its tokens.
 TASKS = ("embed", "token_embed", "classify", "token_classify")
+EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
+# Types of the numbers of embeddings as bytes: vLLM's names, and those of NumPy and torch.
+EMBED_DTYPES: dict[EmbedDtype, str] = {
+    "float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}  # fmt: skip
 
 
 class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):

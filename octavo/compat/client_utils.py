@@ -12,7 +12,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
+import ml_dtypes  # noqa: F401 - its types get names
 import numpy as np
+
+from octavo.pooling_params import EMBED_DTYPES, EmbedDtype
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,26 +25,17 @@ __all__ = [
     "encode_image_base64", "encode_image_url", "fetch_image", "print_embeddings", "tensor2base64",
 ]  # fmt: skip
 
-# The name of each type of /v1/embeddings, with torch's name and the bytes of a number.
-_TYPES = {
-    "float32": ("float32", 4),
-    "float16": ("float16", 2),
-    "bfloat16": ("bfloat16", 2),
-    "fp8_e4m3": ("float8_e4m3fn", 1),
-    "fp8_e5m2": ("float8_e5m2", 1),
-}
-EMBED_DTYPES = tuple(_TYPES)
 ENDIANNESS = ("native", "big", "little")
 
 
-def binary2tensor(binary: bytes, shape: tuple[int, ...], embed_dtype: str, endianness: str) -> Any:
+def binary2tensor(binary: bytes, shape: tuple[int, ...], embed_dtype: EmbedDtype, endianness: str) -> Any:
     """Return the torch tensor of numbers in bytes."""
     import torch
 
-    name, size = _TYPES[embed_dtype]
+    kind = np.dtype(EMBED_DTYPES[embed_dtype])
     order = sys.byteorder if endianness == "native" else endianness
-    numbers = np.frombuffer(binary, f"{'<' if order == 'little' else '>'}i{size}").astype(f"=i{size}")
-    return torch.from_numpy(numbers).view(getattr(torch, name)).reshape(shape)
+    numbers = np.frombuffer(binary, f"{'<' if order == 'little' else '>'}i{kind.itemsize}").astype(f"=i{kind.itemsize}")
+    return torch.from_numpy(numbers).view(getattr(torch, kind.name)).reshape(shape)
 
 
 def tensor2base64(tensor: Any) -> str:
@@ -58,7 +52,7 @@ class MetadataItem:
     """The place and form of a vector in an answer with `encoding_format` bytes; an entry of its header `metadata`."""
 
     index: int
-    embed_dtype: str
+    embed_dtype: EmbedDtype
     endianness: str
     start: int
     end: int
@@ -66,10 +60,10 @@ class MetadataItem:
 
 
 def build_metadata_items(
-    embed_dtype: str, endianness: str, shape: tuple[int, ...], n_request: int
+    embed_dtype: EmbedDtype, endianness: str, shape: tuple[int, ...], n_request: int
 ) -> list[MetadataItem]:
     """Return the places of vectors of the same shape, for an answer with `encoding_format` bytes_only."""
-    size = prod(shape) * _TYPES[embed_dtype][1]
+    size = prod(shape) * np.dtype(EMBED_DTYPES[embed_dtype]).itemsize
     return [MetadataItem(i, embed_dtype, endianness, i * size, (i + 1) * size, shape) for i in range(n_request)]
 
 

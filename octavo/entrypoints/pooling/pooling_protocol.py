@@ -20,7 +20,7 @@ from octavo.entrypoints.http.body_fields import (
 from octavo.entrypoints.openai.chat_messages import ChatMessage
 from octavo.entrypoints.openai.request_bodies import PromptRequest, TemplateRequest
 from octavo.errors import RequestError
-from octavo.pooling_params import PoolingParams
+from octavo.pooling_params import EmbedDtype, PoolingParams
 
 MAX_TEXTS = 2048  # in one request
 
@@ -113,9 +113,7 @@ class EmbeddingRequest(TextsRequest):
         "metadata says as JSON where each vector is. bytes_only: bytes without the header."
     )
     dimensions: Int | None = described("Elements of each embedding, of models that were trained for it.", minimum=1)
-    embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] | None = described(
-        "The type of the numbers in base64 and bytes; float32 if left out."
-    )
+    embed_dtype: EmbedDtype | None = described("The type of the numbers in base64 and bytes; float32 if left out.")
     endianness: Literal["native", "little", "big"] | None = described("Their byte order; the server's if left out.")
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401 - its types get names
 import msgspec
 import numpy as np
 from starlette.requests import Request
@@ -31,7 +31,7 @@ from octavo.entrypoints.http.streaming import run_until_disconnect, spread
 from octavo.entrypoints.pooling import pooling_protocol
 from octavo.errors import RequestError
 from octavo.outputs import PoolingOutput, PoolingRequestOutput
-from octavo.pooling_params import PoolingParams
+from octavo.pooling_params import EMBED_DTYPES, PoolingParams
 from octavo.request import EngineRequest
 
 if TYPE_CHECKING:
@@ -304,16 +304,11 @@ def _num_tokens(outputs: Outputs) -> int:
 
 def _to_bytes(vectors: Vectors, body: pooling_protocol.EmbeddingRequest) -> bytes:
     """Return the numbers as bytes, in the type and byte order that the body asks for."""
-    kind = np.dtype(_DTYPES.get(body.embed_dtype or "", body.embed_dtype or "float32"))
+    kind = np.dtype(EMBED_DTYPES[body.embed_dtype or "float32"])
     order = sys.byteorder if body.endianness in (None, "native") else body.endianness
     with np.errstate(over="ignore"):  # float16 ends at 65504
         found = np.ascontiguousarray(vectors.astype(kind))
     return (found if order == sys.byteorder else found.view(f"u{kind.itemsize}").byteswap()).tobytes()
-
-
-_DTYPES: dict[str, Any] = {
-    "bfloat16": ml_dtypes.bfloat16, "fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2,
-}  # fmt: skip
 
 
 def _base64(data: bytes) -> str:
