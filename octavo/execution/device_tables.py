@@ -18,6 +18,8 @@ from octavo.step_plan import PlannedRow, StepPlan
 # Changes of block tables: flat places, and their new blocks.
 TableUpdates = tuple[NDArray[np.int64], NDArray[np.int32]]
 
+_NO_CHANGES = StepPlan()
+
 
 class DeviceTables:
     """The device's part of a `SequenceTable`. Tables of state groups are not kept here: the host sends the states'
@@ -30,7 +32,7 @@ class DeviceTables:
         self._blocks = device.zeros([num_groups, self._num_rows + 1, self._width], "int32")
         self._last_tokens = device.zeros([self._num_rows + 1], "int32")  # likewise
         # What the device does not have yet: the changes of one plan, and tables that are sent whole with their rows.
-        self._unsent, self._rows_to_resend = StepPlan(), set[int]()
+        self._unsent, self._rows_to_resend = _NO_CHANGES, set[int]()
         self._groups = [group for group in range(num_groups) if group not in table.state_groups]
 
     def note_changes(self, plan: StepPlan) -> None:
@@ -42,10 +44,10 @@ class DeviceTables:
 
     def updates(self, planned_rows: Sequence[PlannedRow]) -> TableUpdates:
         """Return the changes to send with a step of these rows. `note_sent` must follow once it is submitted."""
-        width, rows, plan = self._width, self._num_rows + 1, self._unsent
+        width, num_rows, plan = self._width, self._num_rows + 1, self._unsent
         resent = self._rows_to_resend.intersection(planned.row for planned in planned_rows)
         new = [entry for entry in plan.new_blocks if entry.row not in resent and entry.group in self._groups]
-        places = [np.array([(e.group * rows + e.row) * width + e.position for e in new], np.int64)]
+        places = [np.array([(e.group * num_rows + e.row) * width + e.position for e in new], np.int64)]
         blocks = [np.array([entry.block for entry in new], np.int32)]
         lengths = {
             (group, admission.row): len(admission.block_tables[group])
@@ -54,14 +56,14 @@ class DeviceTables:
         }
         lengths |= {(group, row): width for row in resent for group in self._groups}
         for (group, row), length in lengths.items():
-            first = (group * rows + row) * width
+            first = (group * num_rows + row) * width
             places.append(np.arange(first, first + length))
             blocks.append(self._table.blocks[group, row, :length])
         return np.concatenate(places), np.concatenate(blocks)
 
     def note_sent(self, planned_rows: Sequence[PlannedRow]) -> None:
         """Note that a step of these rows was submitted with its `updates`."""
-        self._unsent = StepPlan()
+        self._unsent = _NO_CHANGES
         if self._rows_to_resend:
             self._rows_to_resend.difference_update(planned.row for planned in planned_rows)
 

@@ -10,8 +10,8 @@ The states of a step, and the methods that move it there:
     withdrawn  not computed: the device lacks memory         `submit` raises `DeviceMemoryError`
 
 This module has the tables, and works on the host. `StepSubmitter` has the model, and gives work to the device.
-`submit_rows` waits for a free staging buffer: of three if the device `runs_ahead`, else of one. `collect` waits for the
-step; a follower calls it when it has the leader's tokens.
+`submit_rows` waits until the next staging buffer is free: there are three if the device `runs_ahead`, otherwise one.
+`collect` waits for the step; a follower calls it when it has the leader's tokens.
 """
 
 from __future__ import annotations
