@@ -119,10 +119,13 @@ inline void write_outputs(const LinearArgs& a, const Products& p, int64_t begin,
 // sums that are read no more: a row's steps wait for each other, so those of many rows take turns.
 template <class Output>
 inline void quantize_outputs(const LinearArgs& a, const Products& p, int64_t begin, int64_t width, Output output) {
+    QBlock* out = static_cast<QBlock*>(a.out) + p.row * a.out_stride + begin / kQBlock;
     for (int64_t r = 0; r < p.rows; ++r) {
         for (int64_t i = 0; i < width; i += kLanes) store(p.y + r * p.stride + i, output(r, i));
+        // Blocks of rows lie far apart: a store to each would wait for memory.
+        const char* block = reinterpret_cast<const char*>(out + r * a.out_stride);
+        for (size_t line = 0; line < sizeof(QBlock); line += 64) __builtin_prefetch(block + line, 1);
     }
-    QBlock* out = static_cast<QBlock*>(a.out) + p.row * a.out_stride + begin / kQBlock;
     for (int64_t r = 0; r < p.rows; ++r, out += a.out_stride) {
         const float* y = p.y + r * p.stride;
         quantize_row(width, out, a.out_dtype == kQ16 ? out + a.out_stride / 2 : nullptr,

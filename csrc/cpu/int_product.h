@@ -27,6 +27,12 @@ inline void vector_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_
 // reads fills the first.
 constexpr int kIntPrefetchBytes = 8192;
 
+// The most rows of a vector tile. Where registers hold six (AVX-512 with VNNI), five take 3% less time for codes of
+// 4 bits with float16 scales and no minima, on Zen 5.
+template <class F>
+constexpr int kTileRowsOf =
+    kIntRows == 6 && F::kMultipliedBits == 4 && sizeof(typename F::Scale) == 2 && !F::kHasMinimaBy32 ? 5 : kIntRows;
+
 // How the rows of a batch are cut into tiles: first AMX tiles, where these are faster, then tiles of vectors. AMX and
 // vector tiles give a row the same bits (int_dot_amx.h), so the split may change.
 template <class F>
@@ -41,7 +47,7 @@ class TileSplit {
         : rows_(rows),
           amx_tiles_(AmxTiles<F>::num_tiles(rows)),
           vector_rows_(max_of<int64_t>(0, rows - amx_tiles_ * kAmxRows)),
-          vector_tiles_((vector_rows_ + kIntRows - 1) / kIntRows) {}
+          vector_tiles_((vector_rows_ + kTileRowsOf<F> - 1) / kTileRowsOf<F>) {}
 
     int64_t count() const { return amx_tiles_ + vector_tiles_; }
     bool uses_amx() const { return amx_tiles_ > 0; }
@@ -217,7 +223,7 @@ class IntProductTask {
                               [&] { prefetch.prefetch_block(); });
                 continue;
             }
-            with_constant<kIntRows>(tile.end - tile.begin, [&](auto r) {
+            with_constant<kTileRowsOf<Unpacked>>(tile.end - tile.begin, [&](auto r) {
                 vector_tile<Unpacked, decltype(r)::kValue>(
                     view, run.num_blocks, x_ + row * sizes_.quantized_row_stride + run.first_block,
                     sizes_.quantized_row_stride, run.is_first, factor, y, prefetch);
