@@ -246,8 +246,8 @@ class BlockWriter:
                 self.is_removing_all = False
 
     def close(self, waits: bool) -> None:
-        """End the thread after what is queued. With `waits`, wait for its end: if the disk hangs, there is none. Call
-        this once."""
+        """End the thread after what is queued. With `waits`, wait for its end: if the disk hangs, there is none."""
+        assert not self.is_closed, "the writer is closed once"
         if self._host_tier is not None:
             self._host_tier.watchers.remove(self)
         with self._changed:

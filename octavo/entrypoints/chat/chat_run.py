@@ -112,9 +112,10 @@ class ChatPrompt:
         sink: EventSink | None = None,
         write: Callable[[AnswerPart], bytes] | None = None,
     ) -> ChatAnswers:
-        """Check the request. Reading the first output of the returned answers sends it to the engine. `sink` takes
-        outputs as they come; `write` is for a new sink that writes the parts of the answer. If the prompt has earlier
-        answers, `resumable.recalled_prompt` gets its tokens. Raises `RequestError`."""
+        """Check the request. Reading the first output of the returned answers sends it to the engine. Outputs go to
+        `sink` as they come, or with `write` to a new sink that writes their parts. If the prompt has earlier answers,
+        `resumable.recalled_prompt` gets its tokens. Raises `RequestError`."""
+        assert sink is None or write is None
         if write is not None:  # no output comes before `answers` are there
             sink = EventSink(lambda output: b"".join(map(write, answers.parts_of(output))))
         chosen: AnswerFormat | None = None
@@ -270,7 +271,8 @@ class ChatAnswers:
         chosen_format: AnswerFormat,
         outputs: AsyncGenerator[RequestOutput, None],
     ) -> None:
-        """`params` are those of the engine's request: `ServerState.submit` may have changed them."""
+        """`params` are those of the engine's request: `ServerState.submit` may have changed them. `resumable` and
+        `sink` are only for the stream that sends the answers."""
         self._state, self._params, self._response_id, self._format = state, params, response_id, chosen_format
         self.resumable, self.sink, self.prompt = resumable, sink, prompt
         has_reasoning = chosen_format.reasoning is not None
