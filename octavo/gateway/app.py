@@ -95,14 +95,11 @@ class GatewayApp:
             elif is_of_page(path):
                 await self._show_page(scope, receive, client)
             else:
-                await self._answer_counted(scope, receive, client, path)
-
-    async def _answer_counted(self, scope: Scope, receive: Receive, client: Client, path: str) -> None:
-        self.num_in_flight += 1
-        try:
-            await self._answer(scope, receive, client, path)
-        finally:
-            self.num_in_flight -= 1
+                self.num_in_flight += 1
+                try:
+                    await self._answer(scope, receive, client, path)
+                finally:
+                    self.num_in_flight -= 1
 
     async def _answer(self, scope: Scope, receive: Receive, client: Client, path: str) -> None:
         arrival = time.monotonic()
@@ -129,7 +126,7 @@ class GatewayApp:
                 request = ProxyRequest(scope["method"], path, target, headers, RequestBody(data), arrival, counter)
                 client, work = await self._ollama.begin(request, client)
             else:
-                body = read_body(data, types[0].decode("latin-1") if types else "")
+                body = read_body(data, b", ".join(types).decode("latin-1"))
                 client.streams = body.streams
                 request = ProxyRequest(scope["method"], path, target, headers, body, arrival, counter)
                 work = partial(self._proxy.answer, request, client)

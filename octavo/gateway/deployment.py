@@ -338,7 +338,7 @@ class ModelDeployment(Deployment):
             except StartError as error:
                 raise self._refusal(error, self._retry_at - time.monotonic()) from None
             except asyncio.CancelledError:
-                if self._is_cancelled():
+                if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise
                 # The request that began the start was cancelled, so this one begins it again; or all requests are cut
                 # off.
@@ -411,11 +411,6 @@ class ModelDeployment(Deployment):
             self.close_if_gone(gone)
         logger.info("%s: the replicas are at %s", self.name, ", ".join(addresses) or "no address")
         self.has_addresses.set()
-
-    @staticmethod
-    def _is_cancelled() -> bool:
-        task = asyncio.current_task()
-        return task is not None and bool(task.cancelling())
 
     def _refusal(self, error: StartError, wait_s: float) -> RequestError:
         message = f"The model {self.name} did not start: {error}"

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -37,6 +38,7 @@ FRESH_S = 1.0  # how old a key's settings may be
 _MAX_FOUND = 65_536  # keys that clients have sent, valid or not, and that are remembered
 _MAX_BATCH = 256  # requests that one batch admits
 _T = TypeVar("_T")
+_BY_DAY = itemgetter(1, 0, 2)  # day, key and model of a `UsageRow`
 
 # Key id, settings as JSON, requests, prompt tokens, completion tokens.
 KeyRow = tuple[str, str, int, int, int]
@@ -254,7 +256,7 @@ class KeyStore:
             return [
                 {"key": key, "name": names.get(key), "day": day_text(day), "model": model, "requests": requests,
                  "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-                for key, day, model, requests, prompt_tokens, completion_tokens in sorted(rows, key=_in_order)
+                for key, day, model, requests, prompt_tokens, completion_tokens in sorted(rows, key=_BY_DAY)
             ]  # fmt: skip
 
         return await asyncio.to_thread(named)  # a thread, as there may be millions of rows
@@ -501,11 +503,6 @@ async def _within(work: Awaitable[_T], seconds: float) -> _T:
     task.cancel()
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     raise LateError(f"it did not answer within {seconds:g} s")
-
-
-def _in_order(row: UsageRow) -> tuple[int, str, str]:
-    key, day, model, *_ = row
-    return day, key, model
 
 
 def _key(row: KeyRow) -> Key:

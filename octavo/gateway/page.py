@@ -17,7 +17,6 @@ from octavo.gateway.deployment import Deployment
 from octavo.gateway.gateway_metrics import GatewayMetrics, totals
 from octavo.gateway.key_store import KeyStore
 from octavo.gateway.models import Models
-from octavo.gateway.replica import Replica
 from octavo.page_files import SHARED, page_file
 from octavo.version import __version__
 
@@ -110,12 +109,8 @@ def _model(deployment: Deployment, answers: dict[str, int]) -> dict[str, Any]:
         "failed_starts": deployment.num_failed_starts,
         "affine": deployment.router.num_affine,
         "replicas": [
-            {"name": one.name, "in_flight": one.num_in_flight, "state": _state(one)} for one in deployment.replicas
+            {"name": one.name, "in_flight": one.num_in_flight,
+             "state": "not healthy" if not one.is_healthy else "failing" if one.breaker.is_open() else "up"}
+            for one in deployment.replicas
         ],
-    }
-
-
-def _state(replica: Replica) -> str:
-    if not replica.is_healthy:
-        return "not healthy"
-    return "failing" if replica.breaker.is_open() else "up"
+    }  # fmt: skip

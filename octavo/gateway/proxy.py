@@ -315,8 +315,10 @@ class Proxy:
                     silence_timer.answer = answer
                     data = await answer.read()
                 except UpstreamError as error:
-                    self._record_send_failure(attempt, replica, error)
-                    if not request.may_be_repeated and not isinstance(error, UnreachableError):
+                    is_unreachable = isinstance(error, UnreachableError)
+                    self._record(attempt, replica, Outcome.UNREACHABLE if is_unreachable else Outcome.LOST)
+                    logger.warning("%s: replica %s gave no answer: %s", attempt.deployment.name, replica.name, error)
+                    if not request.may_be_repeated and not is_unreachable:
                         raise RequestError(
                             f"Replica {replica.name} was lost while it had this request, and may have done it: look "
                             f"before you send it again. {request.method} {request.path:.200} is sent to one replica "
@@ -370,11 +372,6 @@ class Proxy:
                     metrics.first_byte.labels(name).observe(time.monotonic() - attempt.request.arrival)
             case _:
                 assert_never(outcome)
-
-    def _record_send_failure(self, attempt: Attempt, replica: Replica, error: UpstreamError) -> None:
-        is_unreachable = isinstance(error, UnreachableError)
-        self._record(attempt, replica, Outcome.UNREACHABLE if is_unreachable else Outcome.LOST)
-        logger.warning("%s: replica %s gave no answer: %s", attempt.deployment.name, replica.name, error)
 
     async def _forward_answer(self, attempt: Attempt, replica: Replica, answer: Answer, data: bytes) -> None:
         """Send an answer to the client. `data` is its beginning."""

@@ -30,12 +30,15 @@ _MEDIA_BYTES = 4096  # that a picture or sound counts at most: some 1,000 tokens
 _MEDIUM = re.compile(rb'(?<!\\)"data(?::[^",]{0,200};base64,|"\s*:\s*")')  # quotes in texts are escaped
 _CHUNK_CHARS = 1024  # of a prompt that is one text
 _MAX_PREFIXES = 1024  # of a conversation; later ones do not change its replica
-# At the beginning of a line only, so that a line is searched once.
-_FORM_FIELD = re.compile(
-    rb'^content-disposition:[^\r\n]*;\s*name="?(model|stream)"?\s*[;\r]', re.IGNORECASE | re.MULTILINE
-)
 _MAX_PARTS = 64  # of a form
+_BOUNDARY = re.compile(r'\s*("?)([^";,\s]{1,70})\1\s*')
 _PART_HEAD = re.compile(rb"\r\n((?:[^\r\n]{1,8192}\r\n){1,32})\r\n")
+_DISPOSITION = re.compile(rb"content-disposition", re.IGNORECASE)
+# The forms of that line in which every server reads the same name.
+_NAME = re.compile(
+    rb'^content-disposition: ?form-data; ?name=(?:"([^"\\\r\n]*)"|([^\s";\\]+))(?:; ?filename[^\r\n]*)?\r\n(?![ \t])',
+    re.IGNORECASE | re.MULTILINE,
+)
 _MAX_COMMAS = 1 << 18  # of a conversation that is split into messages; of a longer one, which takes 20 ms, into texts
 _MAX_FIELD_BYTES = 4096  # of a field that decides about the replica
 _MAX_SEARCHED_BYTES = 64 << 20  # for the place of the model's name
@@ -250,9 +253,8 @@ def _split(data: memoryview) -> list[memoryview]:
 
 def read_body(data: bytes, content_type: str) -> RequestBody:
     """Read a body once. Raises `RequestError` for one that is neither a JSON object nor a form."""
-    kind, _, options = content_type.partition(";")
-    if kind.strip().lower() == "multipart/form-data":
-        return _read_form(data, options)
+    if content_type.partition(";")[0].strip().lower() == "multipart/form-data":
+        return _read_form(data, content_type)
     if not data:
         return RequestBody(data)
     fields = parse(data, _decode_fields, "The body must be a JSON object")
@@ -311,26 +313,34 @@ def _members(fields: Mapping[str, bytes], *, has_others: bool) -> bytes:
     return (b"," if has_others else b"") + members
 
 
-def _read_form(data: bytes, options: str) -> RequestBody:
-    found = re.search(r'boundary="?([^";,\s]{1,70})"?', options)
-    if found is None:
-        raise RequestError("A multipart body must name its boundary in the Content-Type.", code="invalid_body")
-    boundary = b"--" + found[1].encode("latin-1")
-    fields: dict[str, tuple[int, int]] = {}
-    at = data.find(boundary)
-    for _ in range(_MAX_PARTS):
-        at += len(boundary)
-        if (end := data.find(b"\r\n" + boundary, at)) < 0:
-            break
-        head = _PART_HEAD.match(data, at, end)
-        name = None if head is None else _FORM_FIELD.search(head[1])
-        if head is not None and name is not None:
-            fields[name[1].decode()] = (head.end(), end)
-        at = end + 2
+def _read_form(data: bytes, content_type: str) -> RequestBody:
+    """Read a form. Raises `RequestError` for one in which a server might find another model than the gateway."""
+    options = [one.partition("=") for one in content_type.split(";")[1:]]
+    found = [value for name, _, value in options if name.strip().lower().startswith("boundary")]
+    if len(found) != 1 or (boundary := _BOUNDARY.fullmatch(found[0])) is None:
+        raise RequestError("A multipart body must name its boundary once in the Content-Type.", code="invalid_body")
+    delimiter = b"\r\n--" + boundary[2].encode("latin-1")
+    fields, num_parts, at = dict[str, tuple[int, int]](), 0, len(delimiter) - 2
+    is_clear = data.startswith(delimiter[2:])
+    while is_clear and not data.startswith(b"--", at):
+        end, num_parts = data.find(delimiter, at), num_parts + 1
+        head = _PART_HEAD.match(data, at, max(end, at))
+        names = [] if head is None or len(_DISPOSITION.findall(head[1])) > 1 else _NAME.findall(head[1])
+        name = b"".join(names[0]).decode("latin-1") if names else ""
+        is_clear = bool(names) and num_parts <= _MAX_PARTS and name not in fields
+        if head is not None and name in ("model", "stream"):
+            fields[name] = head.end(), end
+        at = end + len(delimiter)
+    if not is_clear:
+        raise RequestError(
+            f"Part {num_parts} of the form may be read in several ways: a form has {_MAX_PARTS} parts at most, each "
+            'begins with a line such as Content-Disposition: form-data; name="model", and there is one model.',
+            code="invalid_body",
+        )  # fmt: skip
 
     def text(field: str) -> str | None:
         begin, end = fields.get(field, (0, 0))
         return data[begin:end].decode("utf-8", "replace") if field in fields else None
 
     places = {"model_span": fields["model"]} if "model" in fields else {}
-    return RequestBody(data, text("model"), text("stream") in ("true", "True", "1"), _found=places)
+    return RequestBody(data, text("model"), _is_on(text("stream")), _found=places)

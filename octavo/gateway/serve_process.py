@@ -160,6 +160,9 @@ class ServeProcess:
             self._error_line, self._has_refused = message, True
             if not self.address:
                 return  # `StartError` has it, and its handler logs it
+        elif self._has_refused and not self.address and not record:
+            self._error_line += f"; {message.strip()}"  # a further line of the error
+            return
         elif not self.address and not record and message.strip():
             self._error_line = message  # the last line of a traceback
         logger.log(level, "%s: %s", self._name, message)

@@ -52,7 +52,8 @@ class UsageCounter:
         """Look in whole events for the usage, and for the end of the stream: then `is_at_end` is set."""
         if _USAGE in events:
             self._note(_usages(events, _USAGE))
-        self.is_at_end = _DONE in events or _STOP in events or (_RESPONSE in events and _has_end(events))
+        may_end = _RESPONSE in events and any(end in events for end in _ENDS)
+        self.is_at_end = _DONE in events or _STOP in events or may_end
 
     async def finish(self, at_least: int = 0) -> None:
         """Write the tokens that are not written yet. A stream without a usage counts as `at_least` so many tokens."""
@@ -69,10 +70,6 @@ class UsageCounter:
         for prompt, completion in usages:
             self._num_prompt = max(self._num_prompt, prompt)
             self._num_completion = max(self._num_completion, completion)
-
-
-def _has_end(events: bytes) -> bool:
-    return any(end in events for end in _ENDS)
 
 
 def _usages(data: bytes, name: bytes) -> list[tuple[int, int]]:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
 
 from octavo.errors import RequestError
 from octavo.gateway import request_body, upstream
@@ -67,21 +69,87 @@ def test_a_form_is_read_by_its_own_boundary() -> None:
     read = read_body(data, 'multipart/form-data; boundary="b+1"')
     assert (read.model, read.streams) == ("mé", True)
     assert b"".join(read.parts("longer")) == data.replace(b"m\xc3\xa9", b"longer")
-    assert read_body(part("file", b"x"), "multipart/form-data; boundary=b+1").model is None
+    assert read_body(part("file", b"x") + b"--b+1--", "Multipart/Form-Data; charset=x; BOUNDARY=b+1").model is None
     with pytest.raises(RequestError, match="boundary"):
         read_body(data, "multipart/form-data")
 
 
-def test_only_so_many_parts_of_a_form_are_looked_at_and_only_their_own_headers() -> None:
-    def form(*names: str) -> bytes:
-        parts = [f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\nx\r\n'.encode() for name in names]
-        return b"".join(parts) + b"--b--\r\n"
+FORM = "multipart/form-data; boundary=b"
 
-    kind = "multipart/form-data; boundary=b"
-    assert read_body(form(*"a" * 63, "model"), kind).model == "x"
-    assert read_body(form(*"a" * 64, "model"), kind).model is None
-    assert read_body(form("model").replace(b"Content", b"X-Content"), kind).model is None
-    assert read_body(form("model")[:-8], kind).model is None, "the part has no end"
+
+def part_of_form(head: str, value: str = "x") -> bytes:
+    return f"--b\r\n{head}\r\n\r\n{value}\r\n".encode()
+
+
+MODEL = 'Content-Disposition: form-data; name="model"'
+OTHER = 'Content-Disposition: form-data; name="file"; filename="a \\"b.wav"\r\nContent-Type: audio/wav'
+END = b"--b--\r\n"
+
+
+def test_parts_of_forms_are_read_as_clients_write_them() -> None:
+    for head in (MODEL, "content-disposition: form-data; name=model", f"Content-Type: text/plain\r\n{MODEL}"):
+        found = read_body(part_of_form(OTHER) * 63 + part_of_form(head, "m") + END, FORM.replace("b", "B", 1))
+        assert found.model == "m"
+    assert read_body(b"--b--", FORM).model is None
+    web = part_of_form(MODEL, "m") + END
+    found = read_body(web.replace(b"--b", b"------WebKitFormBoundary7MA4"), FORM[:-1] + "----WebKitFormBoundary7MA4")
+    assert found.model == "m"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        part_of_form(OTHER) * 64 + part_of_form(MODEL) + END,
+        part_of_form(MODEL) + part_of_form(MODEL, "y") + END,
+        part_of_form(MODEL.replace(": form-data;", ":form-data ;")) + END,
+        part_of_form(MODEL.replace("name=", "name = ")) + END,
+        part_of_form(MODEL.replace("model", "mod\\el")) + END,
+        part_of_form(MODEL.replace('name="model"', "name*=utf-8''model")) + END,
+        part_of_form(MODEL.replace("; name", ";\r\n name")) + END,
+        part_of_form(MODEL + "\r\n ; filename=x") + END,
+        part_of_form(MODEL.replace("model", "x") + "\r\n" + MODEL) + END,
+        part_of_form("X-" + MODEL) + END,
+        part_of_form(MODEL)[:-2] + END,
+        part_of_form(MODEL) + b"--bb",
+        b"preamble " + part_of_form(MODEL) + END,
+    ],
+)  # fmt: skip
+def test_a_form_in_which_servers_could_find_another_model_is_refused(data: bytes) -> None:
+    with pytest.raises(RequestError, match="several ways"):
+        read_body(data, FORM)
+
+
+@pytest.mark.parametrize("kind", [
+    "", "; boundary=c; boundary=b", "; boundary=b, multipart/form-data; boundary=c", "; boundary=b; BOUNDARY*=c",
+    '; x="; boundary=b"', "; boundary=b, application/json",
+])  # fmt: skip
+def test_a_form_names_one_boundary(kind: str) -> None:
+    with pytest.raises(RequestError, match="boundary once"):
+        read_body(part_of_form(MODEL) + END, "multipart/form-data" + kind)
+
+
+@given(st.lists(st.sampled_from([
+    b"--b", b"\r\n", b"\r\n\r\n", b"\n", b" ", b"--", b";", b"x", b'"', b"=", b"\r\n--b", b"\r\n--b--\r\n",
+    MODEL.encode(), OTHER.encode(), b'name="model"', b"content-disposition: form-data; name=model",
+    part_of_form(MODEL, "m"), part_of_form(OTHER), b"filename=",
+]), max_size=12), st.booleans())  # fmt: skip
+def test_a_form_that_is_read_has_the_model_that_a_server_finds(pieces: list[bytes], ends: bool) -> None:
+    async def receive() -> Any:
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    async def found() -> Any:
+        scope = {"type": "http", "method": "POST", "headers": [(b"content-type", FORM.encode())]}
+        form = await Request(scope, receive).form()
+        model = form.get("model")
+        return await model.read() if isinstance(model, UploadFile) else model
+
+    data = b"".join(pieces) + (END if ends else b"")
+    try:
+        read = read_body(data, FORM)
+    except RequestError:
+        return
+    model = asyncio.run(found())
+    assert read.model == (model.decode() if isinstance(model, bytes) else model)
 
 
 def test_fields_too_long_to_decide_about_a_replica_are_not_read() -> None:
