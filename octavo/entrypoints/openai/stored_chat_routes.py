@@ -13,7 +13,7 @@ from octavo.entrypoints.http.pagination import MAX_LIMIT, Deleted, Page, page_qu
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import state_of
 from octavo.entrypoints.http.store import Database, Stored
-from octavo.entrypoints.http.streaming import encode_json
+from octavo.entrypoints.http.streaming import encode_json, unpack
 from octavo.entrypoints.openai.stored_chats import KIND
 from octavo.errors import RequestError
 
@@ -87,8 +87,8 @@ async def delete_chat(completion_id: str, raw: Request) -> Deleted:
 @router.get("/v1/chat/completions/{completion_id}/messages", openapi_extra=Page.PARAMETERS)
 async def list_messages(completion_id: str, raw: Request) -> Page:
     """List the messages in the request of a stored chat, in their order."""
-    stored = await state_of(raw).store.run(lambda database: _find(database, completion_id))
-    return Page.of_whole(_decode(stored.extra or b"[]"), page_query(raw, order="asc"))
+    messages = await state_of(raw).store.run(lambda database: unpack(_find(database, completion_id).extra))
+    return Page.of_whole(messages, page_query(raw, order="asc"))
 
 
 def _find(database: Database, completion_id: str) -> Stored:

@@ -9,7 +9,7 @@ from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.entrypoints.chat.media_parts import as_sent
 from octavo.entrypoints.http.piecewise_json import encode_in_pieces, is_large
 from octavo.entrypoints.http.server_state import ServerState, num_body_bytes
-from octavo.entrypoints.http.streaming import encode_json
+from octavo.entrypoints.http.streaming import encode_json, pack
 from octavo.entrypoints.openai.chat_messages import ChatMessage
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.entrypoints.openai.response_bodies import ChatCompletionResponse
@@ -35,7 +35,7 @@ async def keep_chat(state: ServerState, body: ChatCompletionRequest, response: C
     def write() -> tuple[bytes, bytes]:
         about = encode_json({"metadata": body.metadata or {}, "request_id": response.id})
         messages = [{**_stored(message), "id": f"{response.id}-{i}"} for i, message in enumerate(body.messages)]
-        return encode_in_pieces(response)[:-1] + b"," + about[1:], encode_json(messages)
+        return encode_in_pieces(response)[:-1] + b"," + about[1:], pack(messages)
 
     length = MAX_INLINE_LENGTH + 1 if is_large(response) else num_body_bytes()
     chat_json, messages_json = await run_off_loop(write, length=length)

@@ -113,15 +113,16 @@ async def list_items(conversation_id: str, raw: Request) -> Page:
 async def create_items(conversation_id: str, body: NewItems, raw: Request) -> Page:
     """Add items at the end of a conversation."""
     refuse_include(raw)
+    state = state_of(raw)
     given = await _read(body.items)
 
     def add(database: Database) -> list[Item]:
         _, earlier = stored_conversations.find(database, conversation_id)
         items = resolved(database, given, earlier, "items")
-        stored_conversations.append(database, conversation_id, items)
+        stored_conversations.append(database, conversation_id, items, 2 * state.args.max_body_bytes)
         return items
 
-    return Page.whole(await state_of(raw).store.run(add))
+    return Page.whole(await state.store.run(add))
 
 
 @router.get("/v1/conversations/{conversation_id}/items/{item_id}")

@@ -17,7 +17,6 @@ from octavo.entrypoints.http.pagination import Deleted, Page, page_query, read_b
 from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ServerState, num_body_bytes, state_of
-from octavo.entrypoints.http.store import Stored
 from octavo.entrypoints.http.streaming import EventStream, encode_json, encode_off_loop, run_until_disconnect
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.responses import stored_responses
@@ -100,7 +99,9 @@ async def _read(body: ResponsesRequest, state: ServerState, response_id: str) ->
     if previous_id is conversation_id is None and not any(item["type"] == "item_reference" for item in items):
         return [], items
     return await state.store.run(
-        lambda database: stored_responses.with_history(database, previous_id, conversation_id, items)
+        lambda database: stored_responses.with_history(
+            database, previous_id, conversation_id, items, 2 * state.args.max_body_bytes
+        )
     )
 
 
@@ -209,8 +210,10 @@ async def cancel_response(response_id: str, raw: Request) -> Response:
 async def list_input_items(response_id: str, raw: Request) -> Page:
     """List the items of a response's request, the last first."""
     refuse_include(raw)
-    found: Stored = await state_of(raw).store.run(lambda database: stored_responses.find(database, response_id))
-    return Page.of_whole(stored_responses.read_input(found), page_query(raw))
+    items = await state_of(raw).store.run(
+        lambda database: stored_responses.read_input(stored_responses.find(database, response_id))
+    )
+    return Page.of_whole(items, page_query(raw))
 
 
 def _json(response: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

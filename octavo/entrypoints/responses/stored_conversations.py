@@ -10,13 +10,23 @@ from typing import Any
 
 import msgspec
 
-from octavo.entrypoints.http.store import Database
-from octavo.entrypoints.http.streaming import encode_json
+from octavo.entrypoints.http.store import Database, Stored
+from octavo.entrypoints.http.streaming import encode_json, pack, unpack
 from octavo.entrypoints.responses.items import Item
 from octavo.errors import RequestError
 
 KIND = "conversation"
 _decode = msgspec.json.Decoder().decode
+
+
+def refuse_too_long(num_bytes: int, max_bytes: int, param: str) -> None:
+    """Raise `RequestError` if a conversation has more than `max_bytes`."""
+    if num_bytes > max_bytes:
+        raise RequestError(
+            f"The conversation has {num_bytes} bytes, and {max_bytes} is the most here (twice --max-body-bytes): "
+            "delete items, or begin another one.",
+            param=param, status=413, code="request_too_large",
+        )  # fmt: skip
 
 
 def create(database: Database, metadata: Mapping[str, str], items: Sequence[Item]) -> dict[str, Any]:
@@ -34,6 +44,12 @@ def create(database: Database, metadata: Mapping[str, str], items: Sequence[Item
 
 def find(database: Database, conversation_id: str) -> tuple[dict[str, Any], list[Item]]:
     """Return a conversation and its items. Raises `RequestError` (404)."""
+    stored = get(database, conversation_id)
+    return _decode(stored.body), unpack(stored.extra)
+
+
+def get(database: Database, conversation_id: str) -> Stored:
+    """Return a conversation as it is stored. Raises `RequestError` (404)."""
     stored = database.get(KIND, conversation_id)
     if stored is None:
         raise RequestError(
@@ -42,7 +58,7 @@ def find(database: Database, conversation_id: str) -> tuple[dict[str, Any], list
             status=404,
             code="not_found",
         )
-    return _decode(stored.body), _decode(stored.extra or b"[]")
+    return stored
 
 
 def find_item(database: Database, conversation_id: str, item_id: str) -> Item:
@@ -55,18 +71,18 @@ def find_item(database: Database, conversation_id: str, item_id: str) -> Item:
 
 def set_metadata(database: Database, conversation_id: str, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Replace the metadata of a conversation and return it. Raises `RequestError` (404)."""
-    conversation, _ = find(database, conversation_id)
+    conversation: dict[str, Any] = _decode(get(database, conversation_id).body)
     conversation["metadata"] = dict(metadata)
     database.put(KIND, conversation_id, encode_json(conversation))
     return conversation
 
 
-def append(database: Database, conversation_id: str, items: Sequence[Item]) -> None:
-    """Add items at the end of a conversation. Raises `RequestError` if there is no such conversation, or if it has an
-    item already."""
+def append(database: Database, conversation_id: str, items: Sequence[Item], max_bytes: int | None = None) -> None:
+    """Add items at the end of a conversation. Raises `RequestError` if there is no such conversation, if it has an
+    item already, or if it would have more than `max_bytes`."""
     conversation, earlier = find(database, conversation_id)
     refuse_repeated(earlier, items)
-    _write(database, conversation, [*earlier, *items])
+    _write(database, conversation, [*earlier, *items], max_bytes)
 
 
 def remove(database: Database, conversation_id: str, item_id: str) -> dict[str, Any]:
@@ -77,10 +93,14 @@ def remove(database: Database, conversation_id: str, item_id: str) -> dict[str, 
     return conversation
 
 
-def _write(database: Database, conversation: Mapping[str, Any], items: Sequence[Item]) -> None:
-    id = conversation["id"]
+def _write(
+    database: Database, conversation: Mapping[str, Any], items: Sequence[Item], max_bytes: int | None = None
+) -> None:
+    id, packed = conversation["id"], pack(items)
+    if max_bytes is not None:
+        refuse_too_long(len(packed), max_bytes, "items")
     database.forget(KIND, id)  # it becomes the newest
-    database.put(KIND, id, encode_json(conversation), encode_json(items))
+    database.put(KIND, id, encode_json(conversation), packed)
 
 
 def refuse_repeated(earlier: Sequence[Item], items: Sequence[Item], field: str = "items") -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from octavo.entrypoints.http.store import Database, Stored
-from octavo.entrypoints.http.streaming import encode_json
+from octavo.entrypoints.http.streaming import encode_json, pack, unpack
 from octavo.entrypoints.responses import stored_conversations
 from octavo.entrypoints.responses.items import Item, response_of
 from octavo.errors import RequestError
@@ -27,8 +27,7 @@ def read_response(stored: Stored) -> dict[str, Any]:
 
 def read_input(stored: Stored) -> list[Item]:
     """Return the items of the request."""
-    items: list[Item] = _decode(stored.extra or b"[]")
-    return items
+    return unpack(stored.extra)
 
 
 def find(database: Database, response_id: str) -> Stored:
@@ -43,22 +42,25 @@ def write(
     database: Database, response: dict[str, Any], items: list[Item], *, is_owned: bool = False, needs_room: bool = True
 ) -> None:
     """Store a response. `is_owned` says that it is unfinished."""
-    fields = encode_json(response), encode_json(items)
+    fields = encode_json(response), pack(items)
     database.put(KIND, response["id"], *fields, is_owned=is_owned, needs_room=needs_room)
 
 
 def with_history(
-    database: Database, previous_id: str | None, conversation_id: str | None, items: list[Item]
+    database: Database, previous_id: str | None, conversation_id: str | None, items: list[Item], max_bytes: int
 ) -> tuple[list[Item], list[Item]]:
     """Return the items of the earlier conversation, and `items` with references replaced by their items; references to
     items of the earlier conversation are dropped. Raises `RequestError`, also for items that the conversation cannot
-    take."""
+    take, and for a conversation, or requests of earlier responses, of more than `max_bytes`."""
     if conversation_id is not None:
-        _, earlier = stored_conversations.find(database, conversation_id)
+        packed = stored_conversations.get(database, conversation_id).extra or b""
+        stored_conversations.refuse_too_long(len(packed), max_bytes, "conversation")
+        earlier = unpack(packed)
         found = resolved(database, items, earlier)
         stored_conversations.refuse_repeated(earlier, found, "input")
         return earlier, found
     chain: list[Stored] = []
+    num_bytes = 0
     response_id = previous_id
     while response_id is not None:
         stored = database.get(KIND, response_id)
@@ -73,6 +75,8 @@ def with_history(
         if response["status"] in ("queued", "in_progress"):
             raise RequestError(f"The response {response_id!r:.100} has not ended yet.", param="previous_response_id")
         chain.append(stored)
+        num_bytes += len(stored.extra or b"")
+        stored_conversations.refuse_too_long(num_bytes, max_bytes, "previous_response_id")
         response_id = response["previous_response_id"]
     history = _before(database, chain[-1]) if chain else []
     for stored in reversed(chain):
@@ -95,23 +99,32 @@ def resolved(database: Database, items: list[Item], earlier: Sequence[Item] = ()
     """Return `items`, a request's `field`, with references replaced by their items. References to items that are there
     already, in `earlier` or before them, are dropped. Raises `RequestError`."""
     known = {item["id"] for item in earlier}
+    referred = _referred(database, {item["id"] for item in items if item["type"] == "item_reference"} - known)
     found = list[Item]()
     for item in items:
         if item["type"] == "item_reference":
             if item["id"] in known:
                 continue
-            item = _resolve(database, item, field)
+            if item["id"] not in referred:
+                raise RequestError(
+                    f"Item with id {item['id']!r:.100} not found.", param=field, status=404, code="not_found"
+                )
+            item = referred[item["id"]]
         known.add(item["id"])
         found.append(item)
     return found
 
 
-def _resolve(database: Database, reference: Item, field: str) -> Item:
-    response_id = response_of(reference["id"])
-    stored = None if response_id is None else database.get(KIND, response_id)
-    if stored is not None:
-        for item in [*read_input(stored), *_decode(stored.body)["output"]]:
-            if item["id"] == reference["id"]:
-                found: Item = item
-                return found
-    raise RequestError(f"Item with id {reference['id']!r:.100} not found.", param=field, status=404, code="not_found")
+def _referred(database: Database, ids: set[str]) -> dict[str, Item]:
+    """Return the stored items of responses that have one of `ids`. Each response is read once."""
+    by_response: dict[str, set[str]] = {}
+    for id in ids:
+        if (response_id := response_of(id)) is not None:
+            by_response.setdefault(response_id, set()).add(id)
+    found: dict[str, Item] = {}
+    for response_id, wanted in by_response.items():
+        if (stored := database.get(KIND, response_id)) is not None:
+            for item in [*read_input(stored), *_decode(stored.body)["output"]]:
+                if item["id"] in wanted:
+                    found.setdefault(item["id"], item)
+    return found

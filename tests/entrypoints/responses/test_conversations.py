@@ -9,6 +9,9 @@ import openai
 import pytest
 
 from octavo.entrypoints.http.store import Database
+from octavo.entrypoints.http.streaming import encode_json, pack, unpack
+from octavo.entrypoints.responses import stored_conversations, stored_responses
+from octavo.errors import RequestError
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
 from tests.waiting import wait_until, within
 
@@ -210,3 +213,54 @@ def test_conversations_share_the_bound_of_the_store_and_those_not_used_for_longe
         monkeypatch.setattr(Database, "put", lambda *_, **__: pytest.fail("a refused body reaches no store"))
         with pytest.raises(openai.BadRequestError):
             client.conversations.create(items=[{**HI, "role": "nobody"}])
+
+
+def test_a_conversation_has_twice_the_bytes_of_a_body_at_most(shared_engine: FakeEngine) -> None:
+    with (
+        serving(shared_engine, max_body_bytes=4_000, disable_log_requests=True) as url,
+        openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=within(60)) as client,
+    ):
+        long: Any = {**HI, "content": "x" * 3_000}
+        id = client.conversations.create(items=[long]).id
+        client.conversations.items.create(id, items=[long])
+        with pytest.raises(openai.APIStatusError, match="8000 is the most here") as refusal:
+            client.conversations.items.create(id, items=[long])
+        assert (refusal.value.status_code, refusal.value.param) == (413, "items") and len(texts(client, id)) == 2
+        client.conversations.items.create(id, items=[HI])
+
+        def go_on(response_id: str | None, num_turns: int) -> None:
+            for _ in range(num_turns):
+                made = client.responses.create(
+                    model=MODEL, input="x" * 300, truncation="auto", previous_response_id=response_id
+                )
+                response_id = made.id
+
+        with pytest.raises(openai.APIStatusError, match="8000 is the most here") as refusal:
+            go_on(None, 25)
+        assert (refusal.value.status_code, refusal.value.param) == (413, "previous_response_id")
+    database = Database(None, 1 << 20)
+    conversation = stored_conversations.create(database, {}, [{**HI, "id": "one"}])
+    with pytest.raises(RequestError, match="9 is the most here"):
+        stored_responses.with_history(database, None, conversation["id"], [], 9)
+
+
+def test_a_response_is_read_once_for_all_references_to_its_items(
+    client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = client.responses.create(model=MODEL, input=[HI, HI, HI])
+    said: Any = client.responses.input_items.list(given.id, order="asc").data
+    gets: list[str] = []
+    get = Database.get
+
+    def counted(self: Database, kind: str, id: str) -> Any:
+        gets.append(id)
+        return get(self, kind, id)
+
+    monkeypatch.setattr(Database, "get", counted)
+    client.responses.create(model=MODEL, input=[{"type": "item_reference", "id": item.id} for item in said])
+    assert prompt(engine) == "user: Hi\nuser: Hi\nuser: Hi\nassistant:" and gets.count(given.id) == 1
+
+
+def test_objects_of_earlier_versions_are_read() -> None:
+    items: Any = [{"id": "a\n"}, {"id": "b"}]
+    assert unpack(pack(items)) == unpack(encode_json(items)) == items and unpack(pack([])) == unpack(None) == []
