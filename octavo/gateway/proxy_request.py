@@ -15,7 +15,7 @@ from octavo.gateway.client import Client
 from octavo.gateway.client_keys import Key
 from octavo.gateway.deployment import Deployment
 from octavo.gateway.replica import Replica
-from octavo.gateway.request_body import RequestBody
+from octavo.gateway.request_body import MAX_COLONS, RequestBody
 from octavo.gateway.stream_progress import RESUMABLE, RESUMABLE_PATHS
 from octavo.gateway.upstream import HOP_BY_HOP, Headers, end_to_end
 from octavo.gateway.usage_counter import UsageCounter
@@ -201,6 +201,11 @@ def counted_request(request: ProxyRequest, key: Key, client: Client) -> ProxyReq
         raise RequestError(
             f"The API key {settings.name} has a token limit. Tokens of batches, background responses and /generate are "
             "not counted, so these need a key without one.", status=403, code="not_allowed",
+        )  # fmt: skip
+    if settings.models is not None and body.has_model_in_capitals:
+        raise RequestError(
+            f"The API key {settings.name} is for some models only. Its bodies must have model in small letters, and at "
+            f"most {MAX_COLONS} colons.", param="model",
         )  # fmt: skip
     if body.is_resumed and request.path == "/v1/responses":
         raise RequestError(

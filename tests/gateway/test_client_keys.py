@@ -17,7 +17,7 @@ import pytest
 from octavo.entrypoints.cli.run import make_ps_parser
 from octavo.entrypoints.cli.terminal import ApiClient
 from octavo.errors import ConfigError, OctavoError, RequestError
-from octavo.gateway import key_store
+from octavo.gateway import key_store, request_body
 from octavo.gateway.client_keys import DAY_S, KeySettings, day_number, day_text
 from octavo.gateway.key_store import KeyStore, LostError, open_keys
 from octavo.gateway.sqlite_keys import SqliteKeys
@@ -374,6 +374,24 @@ def with_keys(
                 await test(gate, keys)
 
     clock.run(run())
+
+
+def test_a_key_for_one_model_cannot_name_another_in_capitals(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers written in Go read such names as `model`."""
+    monkeypatch.setattr(request_body, "MAX_COLONS", 7)
+
+    async def test(gate: Gateway, keys: Keys) -> None:
+        for settings, status in ({"models": ["a"]}, 400), ({}, 200):
+            gate.http.headers.update((await keys.create(**settings))[1])
+            for name in ("Model", "MODEL", r"mode\u004c", "a:b:c:d:e:f:g"):
+                answer = await gate.http.post("/v1/embeddings", content=f'{{"model": "a", "{name}": "b"}}')
+                assert answer.status_code == status and ("small letters" in answer.text) == (status == 400)
+            answer = await gate.ask(input={"Model": 7}, models="b")
+            assert answer.status_code == 200, "other names, and those of inner objects, may be so"
+
+    with_keys(clock, tmp_path, test)
 
 
 def test_tokens_are_counted_in_every_api(clock: Clock, tmp_path: Path) -> None:
