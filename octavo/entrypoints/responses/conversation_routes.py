@@ -119,6 +119,7 @@ async def create_items(conversation_id: str, body: NewItems, raw: Request) -> Pa
     def add(database: Database) -> list[Item]:
         _, earlier = stored_conversations.find(database, conversation_id)
         items = resolved(database, given, earlier, "items")
+        state.args.refuse_fields({"items": [*earlier, *items]})
         stored_conversations.append(database, conversation_id, items, 2 * state.args.max_body_bytes)
         return items
 

@@ -17,6 +17,7 @@ from octavo.entrypoints.http.pagination import Deleted, Page, page_query, read_b
 from octavo.entrypoints.http.resumable import ResumableStream
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import ServerState, num_body_bytes, state_of
+from octavo.entrypoints.http.store import Database
 from octavo.entrypoints.http.streaming import EventStream, encode_json, encode_off_loop, run_until_disconnect
 from octavo.entrypoints.openai.logprobs_format import LogprobsFormatter
 from octavo.entrypoints.responses import stored_responses
@@ -98,11 +99,15 @@ async def _read(body: ResponsesRequest, state: ServerState, response_id: str) ->
     previous_id, conversation_id = body.previous_response_id, body.conversation_id
     if previous_id is conversation_id is None and not any(item["type"] == "item_reference" for item in items):
         return [], items
-    return await state.store.run(
-        lambda database: stored_responses.with_history(
+
+    def read(database: Database) -> tuple[list[Item], list[Item]]:
+        history, found = stored_responses.with_history(
             database, previous_id, conversation_id, items, 2 * state.args.max_body_bytes
         )
-    )
+        state.args.refuse_fields({"input": [*history, *found]})
+        return history, found
+
+    return await state.store.run(read)
 
 
 async def _submit(

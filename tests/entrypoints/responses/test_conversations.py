@@ -244,6 +244,21 @@ def test_a_conversation_has_twice_the_bytes_of_a_body_at_most(shared_engine: Fak
         stored_responses.with_history(database, None, conversation["id"], [], 9)
 
 
+def test_a_conversation_has_the_parts_of_a_request_at_most(shared_engine: FakeEngine) -> None:
+    with (
+        serving(shared_engine, max_parts=6, disable_log_requests=True) as url,
+        openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=within(60)) as client,
+    ):
+        id = client.conversations.create(items=[HI, HI]).id
+        with pytest.raises(openai.BadRequestError, match="items has 8 messages and parts"):
+            client.conversations.items.create(id, items=[HI, HI])  # each has a part
+        assert len(texts(client, id)) == 2
+        made = client.responses.create(model=MODEL, input="Hi", conversation=id)
+        for history in ({"conversation": id}, {"previous_response_id": made.id}):
+            with pytest.raises(openai.BadRequestError, match="input has 10 messages and parts"):
+                client.responses.create(model=MODEL, input="Hi", **history)  # type: ignore[arg-type]
+
+
 def test_a_response_is_read_once_for_all_references_to_its_items(
     client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
