@@ -35,9 +35,10 @@ _MAX_PARTS = 64  # of a form
 _BOUNDARY = re.compile(r'\s*("?)([^";,\s]{1,70})\1\s*')
 _PART_HEAD = re.compile(rb"\r\n((?:[^\r\n]{1,8192}\r\n){1,32})\r\n")
 _DISPOSITION = re.compile(rb"content-disposition", re.IGNORECASE)
-# The forms of that line in which every server reads the same name.
+# The forms of that line in which every server reads the same name: of two, some servers read the one behind the file's.
 _NAME = re.compile(
-    rb'^content-disposition: ?form-data; ?name=(?:"([^"\\\r\n]*)"|([^\s";\\]+))(?:; ?filename[^\r\n]*)?\r\n(?![ \t])',
+    rb'^content-disposition: ?form-data; ?name=(?:"([^"\\\r\n]*)"|([^\s";\\]+))'
+    rb"(?:; ?filename(?:(?!;[^;\w]*name)[^\r\n])*)?\r\n(?![ \t])",
     re.IGNORECASE | re.MULTILINE,
 )
 _MAX_COMMAS = 1 << 18  # of a conversation that is split into messages; of a longer one, which takes 20 ms, into texts

@@ -161,7 +161,8 @@ class ServeProcess:
             if not self.address:
                 return  # `StartError` has it, and its handler logs it
         elif self._has_refused and not self.address and not record:
-            self._error_line += f"; {message.strip()}"  # a further line of the error
+            if further := message.strip():  # a line of the error
+                self._error_line += f"; {further}"
             return
         elif not self.address and not record and message.strip():
             self._error_line = message  # the last line of a traceback

@@ -107,6 +107,8 @@ def test_parts_of_forms_are_read_as_clients_write_them() -> None:
         part_of_form(MODEL.replace('name="model"', "name*=utf-8''model")) + END,
         part_of_form(MODEL.replace("; name", ";\r\n name")) + END,
         part_of_form(MODEL + "\r\n ; filename=x") + END,
+        part_of_form(MODEL.replace("model", "x") + "; filenames=1; \tNAME=model") + END,
+        part_of_form(OTHER.replace("\r\n", '; name*0="mo"\r\n')) + END,
         part_of_form(MODEL.replace("model", "x") + "\r\n" + MODEL) + END,
         part_of_form("X-" + MODEL) + END,
         part_of_form(MODEL)[:-2] + END,
@@ -132,6 +134,7 @@ def test_a_form_names_one_boundary(kind: str) -> None:
     b"--b", b"\r\n", b"\r\n\r\n", b"\n", b" ", b"--", b";", b"x", b'"', b"=", b"\r\n--b", b"\r\n--b--\r\n",
     MODEL.encode(), OTHER.encode(), b'name="model"', b"content-disposition: form-data; name=model",
     part_of_form(MODEL, "m"), part_of_form(OTHER), b"filename=",
+    part_of_form(MODEL.replace("model", "x") + "; filenames=1; name=model"),
 ]), max_size=12), st.booleans())  # fmt: skip
 def test_a_form_that_is_read_has_the_model_that_a_server_finds(pieces: list[bytes], ends: bool) -> None:
     async def receive() -> Any:

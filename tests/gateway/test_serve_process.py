@@ -21,7 +21,7 @@ REASON = "octavo: error: there is no such model."
 def test_the_reason_of_a_start_that_fails_is_said_once_by_who_asked_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    program = f"print('it begins'); print({REASON!r}); print('  x: did you mean y?'); raise SystemExit(1)"
+    program = f"print('it begins'); print({REASON!r}); print('\\n  x: did you mean y?'); raise SystemExit(1)"
     monkeypatch.setattr("octavo.gateway.serve_process.server_command", lambda *_: [sys.executable, "-c", program])
     with caplog.at_level("INFO", "octavo.gateway"), pytest.raises(StartError, match=REASON) as caught:
         asyncio.run(ServeProcess.start("m", ModelEntry()))
