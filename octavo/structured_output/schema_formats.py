@@ -120,12 +120,14 @@ def _is_hostname(text: str) -> bool:
         return False
     try:
         labels = idna.decode(idna.encode(text)).split(".")
+        if labels[-1] == "":
+            return False
         if any(bidirectional(character) in ("R", "AL", "AN") for character in "".join(labels)):
             for label in labels:
                 idna.check_bidi(label, check_ltr=True)
     except idna.IDNAError:
         return False
-    return labels[-1] != ""
+    return True
 
 
 def _is_expression(text: str) -> bool:
