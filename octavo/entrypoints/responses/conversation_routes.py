@@ -63,12 +63,15 @@ class ConversationObject(ResponseModel):
 @router.post("/v1/conversations")
 async def create_conversation(body: ConversationRequest, raw: Request) -> ConversationObject:
     """Begin a conversation, with items or without."""
+    state = state_of(raw)
     given = await _read(body.items or [])
 
     def create(database: Database) -> dict[str, Any]:
-        return stored_conversations.create(database, body.metadata or {}, resolved(database, given, field="items"))
+        items = resolved(database, given, field="items")
+        state.args.refuse_fields({"items": items})  # again, because the items of references may have many parts
+        return stored_conversations.create(database, body.metadata or {}, items, 2 * state.args.max_body_bytes)
 
-    return ConversationObject(**await state_of(raw).store.run(create))
+    return ConversationObject(**await state.store.run(create))
 
 
 @router.get("/v1/conversations/{conversation_id}")

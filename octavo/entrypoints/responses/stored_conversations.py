@@ -29,8 +29,11 @@ def refuse_too_long(num_bytes: int, max_bytes: int, param: str) -> None:
         )  # fmt: skip
 
 
-def create(database: Database, metadata: Mapping[str, str], items: Sequence[Item]) -> dict[str, Any]:
-    """Store a new conversation and return it, without its items. Raises `RequestError` for items with one id."""
+def create(
+    database: Database, metadata: Mapping[str, str], items: Sequence[Item], max_bytes: int | None = None
+) -> dict[str, Any]:
+    """Store a new conversation and return it, without its items. Raises `RequestError` for items with one id, or of
+    more than `max_bytes`."""
     conversation = {
         "id": f"conv_{uuid.uuid4().hex}",
         "object": "conversation",
@@ -38,7 +41,7 @@ def create(database: Database, metadata: Mapping[str, str], items: Sequence[Item
         "metadata": dict(metadata),
     }
     refuse_repeated([], items)
-    _write(database, conversation, items)
+    _write(database, conversation, items, max_bytes)
     return conversation
 
 

@@ -242,6 +242,8 @@ def test_a_conversation_has_twice_the_bytes_of_a_body_at_most(shared_engine: Fak
     conversation = stored_conversations.create(database, {}, [{**HI, "id": "one"}])
     with pytest.raises(RequestError, match="9 is the most here"):
         stored_responses.with_history(database, None, conversation["id"], [], 9)
+    with pytest.raises(RequestError, match="9 is the most here"):
+        stored_conversations.create(database, {}, [{**HI, "id": "one"}], 9)
 
 
 def test_a_conversation_has_the_parts_of_a_request_at_most(shared_engine: FakeEngine) -> None:
@@ -253,6 +255,10 @@ def test_a_conversation_has_the_parts_of_a_request_at_most(shared_engine: FakeEn
         with pytest.raises(openai.BadRequestError, match="items has 8 messages and parts"):
             client.conversations.items.create(id, items=[HI, HI])  # each has a part
         assert len(texts(client, id)) == 2
+        several = client.responses.create(model=MODEL, input=[HI, HI, HI, HI])
+        said: Any = client.responses.input_items.list(several.id).data
+        with pytest.raises(openai.BadRequestError, match="items has 8 messages and parts"):
+            client.conversations.create(items=[{"type": "item_reference", "id": item.id} for item in said])
         made = client.responses.create(model=MODEL, input="Hi", conversation=id)
         for history in ({"conversation": id}, {"previous_response_id": made.id}):
             with pytest.raises(openai.BadRequestError, match="input has 10 messages and parts"):
