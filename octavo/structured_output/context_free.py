@@ -3,10 +3,15 @@ llguidance spells it otherwise."""
 
 import json
 import re
+from contextlib import suppress
 
-# Strings, regular expressions or classes, and comments, which are not searched for rules.
-_LARK_PIECES = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*|#[^\n]*')
-_GBNF_PIECES = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*')
+# Strings, regular expressions or classes, and comments, which are not searched for rules. They may lack their ends, so
+# that no text is read twice.
+_LARK_PIECES = re.compile(r'"(?:\\.|[^"\\\n])*+"?|/(?![/*])(?:\\.|[^/\\\n])++/?|//[^\n]*|#[^\n]*')
+_GBNF_PIECES = re.compile(r'"(?:\\.|[^"\\\n])*+"?|\[(?:\\(?s:.)|[^\]\\])*+\]?|#[^\n]*')
+_GBNF_PARTS = re.compile(rf"{_GBNF_PIECES.pattern}|\s++")
+_RULE = re.compile(r"[\w-]++\s*+::=")
+_ESCAPES = {"a": 7, "b": 8, "f": 12, "v": 11}  # unknown to llguidance
 _WIDE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|x([0-9A-Fa-f]{2})|(.))", re.DOTALL)
 
 
@@ -20,7 +25,20 @@ def to_lark(text: str) -> str:
     try:
         return gbnf_to_lark(_GBNF_PIECES.sub(lambda found: _gbnf_piece(found[0]), text))
     except Exception as e:
-        raise ValueError(f"the EBNF cannot be read: {e}") from None
+        with suppress(Exception):
+            return gbnf_to_lark(_with_whole_rules(text))
+        raise ValueError(f"the EBNF cannot be read: {e}") from None  # the places are those of `text`
+
+
+def _with_whole_rules(text: str) -> str:
+    """Return a GBNF grammar with one line for each rule, which llama.cpp wants and other readers of EBNF do not."""
+
+    def one(found: re.Match[str]) -> str:
+        if not found[0].isspace():
+            return "" if found[0].startswith("#") else _gbnf_piece(found[0])
+        return found[0] if _RULE.match(text, found.end()) else " "
+
+    return _GBNF_PARTS.sub(one, text)
 
 
 def _of_lark(text: str) -> str:
@@ -52,6 +70,8 @@ def _gbnf_piece(piece: str) -> str:
     is_class = piece.startswith("[")
 
     def one(found: re.Match[str]) -> str:
+        if found[4] in _ESCAPES:
+            return f"\\x{_ESCAPES[found[4]]:02X}"
         if found[4] is not None:
             # Remove needless backslashes, because llguidance knows few escapes.
             known = found[4] in ("\\", '"', "[", "]", "n", "r", "t")

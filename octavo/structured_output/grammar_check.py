@@ -19,7 +19,8 @@ MAX_CHARACTERS = 1 << 20  # the most characters of a schema or a grammar
 MAX_PIECE_CHARACTERS = 1 << 14
 _MAX_DEPTH = 100  # of a schema
 COMMENTS = ("$comment", "title", "description", "examples")  # keywords of a schema that cost nothing
-_PIECES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/')  # strings and regular expressions in Lark
+# Strings and regular expressions in Lark. Escapes outside begin none: a text without an end is read once.
+_PIECES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|\\.')
 _verdicts: OrderedDict[bytes, str] = OrderedDict()  # by a grammar's hash: why it cannot be followed, or ""
 _verdicts_lock = threading.Lock()
 _MAX_VERDICTS = 8192

@@ -230,6 +230,8 @@ def test_errors_name_the_field_that_a_structure_comes_from() -> None:
         (r'root ::= "\x41" [\u00e0-\u00ff]', "Aé"),
         (r'root ::= "\U0001F600"', "😀"),
         (r"root ::= [a\-z] [\.\*\^]+", "-^."),
+        ('root ::= "a"\n  | "b" # c\n\n  x # ::=\nx ::=\n  [#]', "b#"),
+        (r'root ::= "\b\f" [\b]', "\b\f\b"),
         (r'root ::= "\u0022\u005c"', '"\\'),
         ('root ::= "?x: " [^"\\\\]*', "?x: a"),
         ('root ::= a # ::= "\na ::= "#"', "#"),
@@ -379,6 +381,8 @@ _HOSTILE: list[dict[str, Any]] = [
     {"choice": [f"choice {i}" for i in range(30000)]},
     {"grammar": "start: " + " | ".join(f'"{i}"' for i in range(30000))},
     {"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
+    {"grammar": "root ::= " + "[" * 300_000},  # no character is read again for each of them
+    {"grammar": 'root ::= "' + '\\"' * 300_000 + "\n"},
 ]
 
 
