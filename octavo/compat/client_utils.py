@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
-import ml_dtypes  # noqa: F401 - its types get names
+import ml_dtypes  # noqa: F401 - NumPy knows its types by their names then
 import numpy as np
 
 from octavo.pooling_params import EMBED_DTYPES, EmbedDtype

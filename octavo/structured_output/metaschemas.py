@@ -1,8 +1,6 @@
 """JSON Schema's metaschemas: the schemas of schemas, to which a `$ref` may point without a definition. They are made
 from the tables of `schema_keywords`, and leave out formats."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

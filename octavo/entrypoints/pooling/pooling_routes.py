@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import ml_dtypes  # noqa: F401 - its types get names
+import ml_dtypes  # noqa: F401 - NumPy knows its types by their names then
 import msgspec
 import numpy as np
 from starlette.requests import Request
