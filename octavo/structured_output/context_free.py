@@ -7,7 +7,11 @@ from contextlib import suppress
 
 # Strings, regular expressions or classes, and comments, which are not searched for rules. They may lack their ends, so
 # that no text is read twice.
-_LARK_PIECES = re.compile(r'"(?:\\.|[^"\\\n])*+"?|/(?![/*])(?:\\.|[^/\\\n])++/?|//[^\n]*|#[^\n]*')
+_LARK_PIECES = re.compile(
+    r'(?:"(?:\\.|[^"\\\n])*+(?!")|/(?![/*])(?:\\.|[^/\\\n])++(?!/))(?P<open>)'
+    r'|"(?:\\.|[^"\\\n])*+"|/(?![/*])(?:\\.|[^/\\\n])++/|//[^\n]*|#[^\n]*'
+)
+_MAX_OPEN_LINE = 1000  # characters of an expression that goes on in the next line
 _GBNF_PIECES = re.compile(r'"(?:\\.|[^"\\\n])*+"?|\[(?:\\(?s:.)|[^\]\\])*+\]?|#[^\n]*')
 _GBNF_PARTS = re.compile(rf"{_GBNF_PIECES.pattern}|\s++")
 _RULE = re.compile(r"[\w-]++\s*+::=")
@@ -46,6 +50,9 @@ def _of_lark(text: str) -> str:
         raise ValueError("it has no rules")
     out, at = list[str](), 0
     for found in _LARK_PIECES.finditer(text):
+        # Readers of pieces look for the end of an open one again and again.
+        if found["open"] is not None and (found[0][0] == '"' or len(found[0]) > _MAX_OPEN_LINE):
+            raise ValueError(f"{found[0]:.40} has no end on its line")
         out += [_lark_outside(text[at : found.start()]), _lark_piece(found[0])]
         at = found.end()
     return "".join([*out, _lark_outside(text[at:])])

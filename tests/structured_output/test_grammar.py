@@ -19,6 +19,7 @@ from octavo.structured_output.answer_parts import (
     Spelling,
     ToolCalls,
 )
+from octavo.structured_output.grammar_check import checked_lark
 from tests.structured_output.grammars import make_grammar
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -244,6 +245,12 @@ def test_errors_name_the_field_that_a_structure_comes_from() -> None:
 )
 def test_grammars_are_read_in_their_own_dialect(grammar: str, right: str) -> None:
     assert accepts(right, grammar=grammar) and not accepts(right + '"', grammar=grammar)
+
+
+@pytest.mark.parametrize("grammar", ['start: "' + '\\"' * 50_000 + "\n", "start: /" + "\\/" * 50_000 + "\n"])
+def test_lark_without_the_end_of_a_text_is_refused_before_its_pieces_are_sought(grammar: str) -> None:
+    with pytest.raises(ValueError, match="has no end on its line"):
+        checked_lark(grammar)
 
 
 @pytest.mark.parametrize("reference", ["#", "#/properties/a", "#/$defs/A", "#/$defs/odd~1name%25"])
