@@ -51,7 +51,7 @@ def read_source(text: str) -> DnsName | KubernetesService:
     """Return the source that a text names. Raises `ConfigError`, which names the forms that are known."""
     try:
         parts = urlsplit(text)
-        if parts.scheme == "dns+http" and parts.hostname and parts.port and parts.path in ("", "/"):
+        if re.fullmatch(r"dns\+http://[\w.:\[\]-]+/?", text, re.ASCII) and parts.hostname and parts.port:
             return DnsName(parts.hostname, parts.port)
         if found := re.fullmatch(r"kubernetes://([a-z0-9-]*)/([a-z0-9.-]+):([a-z0-9-]+)", text):
             return KubernetesService(*found.groups())

@@ -47,6 +47,7 @@ def test_sources_are_read() -> None:
     for text in (
         "http://h:1", "dns+http://h:x", "dns+http://h:1/v1", "kubernetes://a/B:1", "kubernetes://a/b/c:1", "",
         "kubernetes://A/b:1", "kubernetes://u@a/b:1", "kubernetes://a/b:1?x", "kubernetes://a/b:1#x",
+        "dns+http://u@h:1", "dns+http://h:1?x", "dns+http://h:1#x", "dns+http://a b:1", "dns+http://h\n:1",
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="neither"):
             read_source(text)
