@@ -194,15 +194,16 @@ class HttpProtocol(HttpToolsProtocol):
         take its body for that protocol. Clients of HTTP/2 ask in a first request with a body, and go on in HTTP/1.1 if
         the answer does: a parser that reads only how long the body is goes on."""
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            length = [
-                b"%b: %b\r\n" % one for one in self.headers if one[0] in (b"content-length", b"transfer-encoding")
-            ]
-            self.parser = httptools.HttpRequestParser(self)
-            self._repeats_head = True
-            self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(length))
-            return data[upgrade.args[0] :]
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                length = [
+                    b"%b: %b\r\n" % one for one in self.headers if one[0] in (b"content-length", b"transfer-encoding")
+                ]
+                self.parser = httptools.HttpRequestParser(self)
+                self._repeats_head = True
+                self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(length))
+                return data[upgrade.args[0] :]
         except httptools.HttpParserError:
             self.logger.warning("Invalid HTTP request received.")
             self.send_400_response("Invalid HTTP request received.")

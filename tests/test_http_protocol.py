@@ -376,6 +376,17 @@ def test_a_request_that_asks_for_another_protocol_is_answered_in_http_1_1(
     run(monkeypatch, act)
 
 
+@pytest.mark.parametrize("asks", [b"", b"Connection: Upgrade\r\nUpgrade: h2c\r\n"])
+def test_a_body_whose_end_nothing_tells_is_refused(monkeypatch: pytest.MonkeyPatch, asks: bytes) -> None:
+    async def act(clock: Clock) -> None:
+        client = Client()
+        client.connect(stream)
+        await client.send(b"POST / HTTP/1.1\r\n" + asks + b"Transfer-Encoding: gzip\r\n\r\nbody")
+        assert client.written.startswith(b"HTTP/1.1 400 ") and client.written.count(b"HTTP/") == 1 and client.is_gone
+
+    run(monkeypatch, act)
+
+
 def test_connections_without_a_request_give_way_and_those_with_one_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     async def act(clock: Clock) -> None:
         server = (ServerState(), dict[HttpProtocol, float]())
