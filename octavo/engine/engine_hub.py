@@ -103,7 +103,7 @@ class _Engine:
         )
         self._ready = b""  # the `Ready` message of the last core
         self.has_core = False  # a core is ready
-        self.has_ended = asyncio.Event()  # set while a core sleeps
+        self.has_ended = asyncio.Event()  # set from the end of a core until the next one is ready
         self._resets: deque[FrontEnd] = deque()  # front ends that wait for an answer; the core answers in order
         self._views: deque[FrontEnd] = deque()
         self._has_requests = self._is_paused = False
@@ -188,6 +188,7 @@ class _Engine:
                 self._resets.popleft().send(self.rank, wire.encode_message(message))
             case wire.Ready():
                 self._ready, self.has_core = wire.encode_message(message), True
+                self.has_ended.clear()
                 record_ready(self.metrics, message, self.supervisor.config)
                 self._without_core = dict.fromkeys(fronts.values())
                 self._give_core()
@@ -236,7 +237,6 @@ class _Engine:
 
 
 async def _end_core(engine: _Engine) -> None:
-    engine.has_ended.clear()
     await engine.supervisor.end_core()
     await engine.has_ended.wait()
 

@@ -37,7 +37,7 @@ from octavo.metrics.summed import snapshot
 from octavo.request import EngineRequest
 from octavo.stats import EngineStats
 from tests.engine.stub_engine import ANSWER, EXIT, HANG, THREE_CORES, ask
-from tests.waiting import until
+from tests.waiting import Clock, until
 
 
 class Front:
@@ -422,6 +422,31 @@ def test_the_engine_sleeps_and_wakes_for_all(
         assert await ask((await make()).engine, ANSWER) == "length"
 
     with_hub(use)
+
+
+def test_the_engine_sleeps_though_its_core_has_died_after_the_front_ends_fell_asleep(
+    with_hub: Callable[..., None], cores: list[subprocess.Popen[bytes]], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(hub: EngineHub, make: Callable[[], Awaitable[Front]]) -> None:
+        front, supervisor, tell_all = await make(), hub._engines[0].supervisor, hub.tell_all
+        monkeypatch.setattr(supervisor, "_restart_delay", lambda: 50.0)
+
+        async def tell_all_and_die(name: str, **args: Any) -> list[Any]:
+            said = await tell_all(name, **args)
+            if name == "sleep":
+                cores[0].kill()
+                await until(lambda: supervisor.unavailable_error)
+            return said
+
+        monkeypatch.setattr(hub, "tell_all", tell_all_and_die)
+        falling_asleep = asyncio.create_task(front.shared.sleep(2))
+        await until(falling_asleep.done)
+        await clock.pass_time(60)
+        await front.shared.wake_up()
+        assert await ask(front.engine, ANSWER) == "length"
+        assert supervisor.num_restarts == 1
+
+    with_hub(use, max_restarts=1)
 
 
 def test_a_front_end_that_starts_while_the_engine_sleeps_does_not_wait_for_an_answer_of_its_core(
