@@ -10,8 +10,9 @@
 //      group 1   ...                                                 int32 of one group; acc: float, of all blocks
 //
 // int_tile, for each block b, for each V vectors of outputs, for each group g of the block:
-//   a. dot_group    sum = term + codes * elements      each lane has four k of one output: one instruction for each
-//                                                      row, vector and step
+//   a. dot_group    sum = term + codes * elements      each lane has four k of one output. One instruction for each
+//                                                      row, vector and step as drawn: codes of a byte. Nibbles: two,
+//                                                      as a step then has k0 .. k7
 //   b. add_scaled   acc += scale of the weights * scale of the row * sum
 // and then for the same vectors, if the matrix has minima of 32 elements:
 //   c. add_minima   acc += minimum * sum of the row's elements
@@ -102,8 +103,8 @@ __attribute__((always_inline)) inline Ints table_of(const BlocksView& w) {
     return F::kHasTable ? load_table(w.table) : set1_int(0);
 }
 
-// Adds a step of eight elements of k: codes of 4 bits or indices of a table, two a byte. `table` has been through
-// `centred`, as codes of 8 bits have. Lane o of a vector has output o:
+// Adds a step of eight elements of k: codes of 4 bits or indices of a table, two a byte. int_tile has already passed
+// `table` through `centred`; add_step8 does that with its codes. Lane o of a vector has output o:
 //   both   bytes k4:k0  k5:k1  k6:k2  k7:k3, high half : low half
 //   low    bytes k0 k1 k2 k3,     times the row's x0 x1 x2 x3 in every lane
 //   high   bytes k4 k5 k6 k7,     times the row's x4 x5 x6 x7 in every lane
@@ -228,8 +229,8 @@ __attribute__((always_inline)) inline void add_minima(const BlocksView& w, const
 }
 
 // Computes y[r, 0 .. kPanel) for R rows over `blocks` blocks, and multiplies it by `factor`. The sums begin at zero if
-// `is_first`, otherwise at the values in y. A tile is part of its caller's loop: a call for each superblock of a single
-// row would cost a third of the row's time, as it reads from memory at once what it has just written there.
+// `is_first`, otherwise at the values in y. Always inlined: as a function, called for each superblock of a single row,
+// it would load the sums right after it has stored them, which takes a third of the row's time.
 template <class F, int R>
 __attribute__((always_inline)) inline void int_tile(BlocksView w, int64_t blocks, const QBlock* rows, int64_t x_stride,
                                                     bool is_first, Vec factor, float* y, TilePrefetch prefetch) {

@@ -35,7 +35,8 @@
 //   panel    32 output channels of a packed matrix              superblock 256 elements of k: four blocks, one d
 //   code     the integer that stands for a weight               group      elements that share a scale: 16 or 32
 //   scale    the multiplier of a group's codes                  factor     a power of two for the whole matrix
-//   minimum  is added to scale * (code - z), for 32 or 16 weights (llama.cpp *subtracts* its min)
+//   minimum  is added to scale * (code - z) (llama.cpp *subtracts* its min). Of 32 weights: stored as it is. Of 16:
+//            stored so that a product with a zero-point term adds it (FormatQ2K::Header)
 //   d, dmin  the superblock scales, of its scales and minima    pair       two bfloat16
 //   word     a uint32 of an output, in a superblock: packed scales, minima or bits of codes
 //   step     four bytes of codes for each output of a panel     row halves the two quantized rows of a 16-bit row
@@ -128,8 +129,8 @@ inline float scale_value(float scale) { return scale; }
 //
 // Codes of 4 bits are two a byte, codes of more bits one a byte. Scales are float16, or float32 in an unpacked buffer.
 // `minima`: 0, none; 32, a bfloat16 for each 32 elements; 16, a float32 for each 16 elements, which is multiplied by a
-// zero-point term of QBlock. With `has_table` the four bits are an index, and the table's entry, a code of eight bits,
-// is multiplied.
+// zero-point term of QBlock. With `has_table` the four bits are an index into the table. The entry there, a code of
+// eight bits, is multiplied.
 template <int stored_bits, int group, int minima, class ScaleType = uint16_t, bool has_table = false>
 struct IntFormat {
     using UnpackedFormat = IntFormat;

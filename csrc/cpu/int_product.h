@@ -40,7 +40,7 @@ class TileSplit {
   public:
     struct Tile {
         int64_t begin, end;  // rows of the batch
-        bool uses_amx;
+        bool is_amx;
     };
 
     explicit TileSplit(int64_t rows)
@@ -82,13 +82,13 @@ struct TaskSizes {
     // Sizes.
     int64_t rows_per_output;       // 2 for 16-bit inputs, stored as two 8-bit rows: add_row_halves
     int64_t rows;                  // quantized rows
-    int64_t quantized_row_stride;  // QBlocks from one quantized row to the next; args.x_stride: from output to output,
-                                   // which may have two quantized rows
+    int64_t quantized_row_stride;  // QBlocks from one quantized row to the next; args.x_stride goes from one row of the
+                                   // call to the next, and that may be two quantized rows
     int64_t blocks, panel_bytes;   // blocks, bytes of a panel
     int64_t epilogue_panels;       // panels that share an epilogue
     // Tuning: results do not depend on these.
     int64_t tiles_per_panel;  // of all batches
-    bool uses_amx;
+    bool any_uses_amx;
     int64_t blocks_at_once;        // the most blocks of a run
     int prefetch_lines_per_block;  // cache lines of the next weights to prefetch per tile and block
     int64_t prefetch_bytes;        // prefetch distance of a single tile
@@ -104,18 +104,18 @@ struct TaskSizes {
         const int64_t max_vecs = args.has_lora ? kMaxEpilogueWidth / kLanes : kVecsPerPanel;
         epilogue_panels = epilogue_vecs(args, max_vecs) / kVecsPerPanel;
         tiles_per_panel = (rows / kBatchRows) * Split(kBatchRows).count() + Split(rows % kBatchRows).count();
-        uses_amx = Split(min_of<int64_t>(rows, kBatchRows)).uses_amx();
+        any_uses_amx = Split(min_of<int64_t>(rows, kBatchRows)).uses_amx();
         prefetch_lines_per_block =
             static_cast<int>(((F::kBlockBytes + 63) / 64 + tiles_per_panel - 1) / tiles_per_panel);
         // All blocks of a panel, or as many as are unpacked together. Both are whole superblocks in formats that have
         // them: checked_source (pack_int.cpp) refuses other k, set_segments (module.cpp) other segments. A single tile
         // of vectors unpacks as few as it can, so that blocks are read soon after they are fetched.
         blocks_at_once = blocks;
-        if (F::kUnpackedBytes > 0 || uses_amx) {
+        if (F::kUnpackedBytes > 0 || any_uses_amx) {
             blocks_at_once =
-                min_of<int64_t>(blocks, tiles_per_panel == 1 && !uses_amx ? kBlocksPerSuperblock : kUnpackedBlocks);
+                min_of<int64_t>(blocks, tiles_per_panel == 1 && !any_uses_amx ? kBlocksPerSuperblock : kUnpackedBlocks);
         }
-        prefetch_bytes = uses_amx ? blocks_at_once * F::kBlockBytes : kIntPrefetchBytes;
+        prefetch_bytes = any_uses_amx ? blocks_at_once * F::kBlockBytes : kIntPrefetchBytes;
     }
 };
 
@@ -131,7 +131,7 @@ class IntProductTask {
           sizes_(args, row_end - row_begin),
           x_(static_cast<const QBlock*>(args.x) + row_begin * args.x_stride),
           outliers_(outliers),
-          amx_(x_, sizes_.quantized_row_stride, sizes_.blocks, sizes_.rows, sizes_.uses_amx),
+          amx_(x_, sizes_.quantized_row_stride, sizes_.blocks, sizes_.rows, sizes_.any_uses_amx),
           adapter_lines_(args, row_begin, row_end, panel_begin, panels_of(args.matrix)) {
         outliers_.collect(x_, sizes_.quantized_row_stride, sizes_.blocks, sizes_.rows, kBatchRows,
                           args.matrix.segments);
@@ -174,7 +174,7 @@ class IntProductTask {
         Split split;
     };
 
-    // The data of a panel, and of the panel that is fetched meanwhile, as it is multiplied after the epilogue.
+    // The data of a panel, and of the panel to prefetch meanwhile: the one in its place after the next epilogue.
     struct Weights {
         const char *panel, *next_panel;
     };
@@ -218,7 +218,7 @@ class IntProductTask {
             TilePrefetch prefetch{next_weights(w, batch.tiles_before + i, run.first_block),
                                   sizes_.prefetch_lines_per_block, adapter_lines_.cache_lines(),
                                   adapter_lines_.take(run.num_blocks)};
-            if (tile.uses_amx) {
+            if (tile.is_amx) {
                 amx_.multiply(view, amx_codes, run.num_blocks, row, run.first_block, run.is_first, factor, y,
                               [&] { prefetch.prefetch_block(); });
                 continue;

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Time in one turn of the event loop for delivering outputs to streams. A new request passes through some six turns
-# before its first token, and a turn itself takes some 10 µs.
+# The most time in one turn of the event loop for delivering outputs. Short, as a new request needs some six turns until
+# its first token; not shorter, as each turn costs some 10 µs.
 _DELIVERY_S = 0.00025
 _STREAMS_PER_CLOCK_READING = 8  # each takes some 10 µs with its write to the socket
 
@@ -308,7 +308,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         async with contextlib.aclosing(self._outputs_of(request, external_id)) as outputs:
             async for output in outputs:
                 if isinstance(output, PoolingRequestOutput):
-                    if callable(make := output.outputs):
+                    if callable(make := output.outputs):  # `makes_logprobs_later`: vectors are made off the loop
                         output.outputs = PoolingOutput(await run_off_loop(make, length=MAX_INLINE_LENGTH + 1))
                     return output
         raise AssertionError("an aborted request raises an error")
@@ -367,8 +367,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
         while not self.is_ready or self._pause_and_sleep.is_paused:
             waiter = stream.open_waiter = asyncio.ensure_future(self._pause_and_sleep.wait_open())
             try:
-                # Not `await waiter`: an abort cancels it, which would raise `CancelledError` here as if this task were
-                # cancelled.
+                # Not `await waiter`: `end_request` cancels the waiter, and that would look like a cancelled task here.
                 await asyncio.wait((waiter,))
             finally:
                 stream.open_waiter = None
@@ -401,12 +400,13 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             self.forecast.add(state.request.request_id, len(state.request.prompt.token_ids))
         self._resubmission.submit(state)
 
-    # Aborts. `end_request` is a part of each:
+    # Aborts. Each calls `end_request`, the first two through `RequestStream.abort`:
     #
-    #   method                      ends                        and then
-    #   abort, _abort_all_running   by `RequestStream.abort`    wakes the caller; a request for vectors fails
-    #   abort_all_for_shutdown      every request               wakes the caller; a request without a token fails
-    #   close_stream                one that is RUNNING         removes its stream: the caller has gone
+    #   method                  ends                 and then
+    #   abort                   the named requests   wakes the caller; a request for vectors fails
+    #   _abort_all_running      all RUNNING ones     the same
+    #   abort_all_for_shutdown  all, WAITING too     wakes the caller; a request without a token fails
+    #   close_stream            one, if RUNNING      removes its stream: the caller has gone
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests. A stream of text gets its output so far, with the finish reason "abort"; `pool` raises
@@ -506,7 +506,7 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
             self._supervisor.tell(abort)
         # 3. Have the streams deliver. First outputs go to the front: under load a delivery may take several turns of
         # `_DELIVERY_S`.
-        is_scheduled, firsts = bool(self._undelivered), list[RequestStream]()
+        is_delivery_scheduled, firsts = bool(self._undelivered), list[RequestStream]()
         for state in changed:
             stream = state.stream
             if stream is not None and not stream.is_undelivered:
@@ -514,9 +514,9 @@ class AsyncLLMEngine(EngineAdmin, EngineCalls):
                 is_first = state.metrics.first_token_time == state.last_token_time
                 (firsts if is_first else self._undelivered).append(stream)
         self._undelivered.extendleft(reversed(firsts))
-        if self._undelivered and not is_scheduled:
+        if self._undelivered and not is_delivery_scheduled:
             asyncio.get_running_loop().call_soon(self._deliver)  # after the messages of the core that are here already
-        # 4. Count the step, and end the trial of a suspect that has shown that it does not kill cores.
+        # 4. Count the step. A request that is tried alone (`Resubmission`) may have passed its trial with it.
         self._resubmission.step_ended()
 
     def _deliver(self) -> None:

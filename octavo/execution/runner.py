@@ -85,7 +85,7 @@ class Runner:
         self.worker_group, self.stage_links = worker_group, worker_group.stage_links
         self._adapters, self.media_table, self.cross_outputs = adapters, media_table, cross_outputs
         self.synthetic_acceptance: SyntheticAcceptance | None = None  # for benchmarks
-        self._last_collected = 0  # number of a step
+        self._last_collected = 0  # `SubmittedStep.number` of the step that was collected last
         self.block_mover: BlockMover  # set by `use_caches`
         self._build_tables(grammars, pooling)
         # Number of elements of a sample's output: logits or a vector.
@@ -105,7 +105,8 @@ class Runner:
         self.sampling_table = SamplingTable(num_rows, grammars)
         self.pooling_table = PoolingTable(num_rows) if pooling is not None else None
         self._prompt_logprobs = PromptLogprobs()
-        self._row_generation = np.zeros(num_rows, np.int64)  # how many sequences have had each row
+        # How many sequences have had each row: `_append_valid_tokens` drops tokens of a row's former sequence.
+        self._row_generation = np.zeros(num_rows, np.int64)
         self._device_tables = None if self.device.shares_memory else DeviceTables(self.device, self.sequence_table)
 
     def _compute_limits(self, pooling: PoolingConfig | None) -> StepLimits:
@@ -169,7 +170,7 @@ class Runner:
         try:
             try:
                 self.block_mover.move(plan.moves)
-            finally:  # also if the moves failed: later plans do not repeat the loads, the store keeps those that fail
+            finally:  # even if the moves failed: no later plan has these loads; the store retries those that fail
                 if self._adapters is not None:
                     self._adapters.store.load(plan.adapters)
         except self.device.memory_errors as e:
@@ -200,7 +201,7 @@ class Runner:
             2, 3  the arrays of the step                       the next submission, which writes them
             3     outputs, and last tokens on the device       the next submission, which writes them
             3     hidden states of pipeline stages             nothing: with several workers the error is fatal
-            4     forgets what another submission would need   not needed: nothing fails from here on
+            4     updates and prompts are forgotten            nothing: a step that failed never comes here
         """
         self.worker_group.begin_step()
         staging = self.submitter.buffers.take()
@@ -314,7 +315,7 @@ class Runner:
         if step.sampled is not None:
             tokens, errors_by_sample = self._fetch_tokens(step, step.sampled, fetch, result)
             result.errors = self._append_valid_tokens(step.gathered, tokens, errors_by_sample)
-        # 3. Fetch what requests ask for besides.
+        # 3. Fetch what requests ask for besides tokens: log-probabilities of prompts, and alignments.
         for row, measured in step.prompt_logprobs:
             of_row = result.prompt_logprobs.setdefault(row, [])
             of_row += entries(fetch(measured.arrays), measured.num_top)

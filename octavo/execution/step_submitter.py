@@ -60,7 +60,7 @@ class StepSubmitter:
         self._stage_links = worker_group.stage_links
         self.draft_hooks = DraftHooks()
         self.captured_steps: list[CapturedShape] = []  # the smallest first
-        self._num_submitted = 0
+        self._num_submitted = 0  # number of the last step; one that failed has a number too
         self.computation = StepComputation(model, ops, device, limits, device_tables, self._stage_links, adapted_ops)
         self.buffers = StepBuffers(device, limits)
         # Pinned memory for hidden states on their way to the next stage.
@@ -170,7 +170,8 @@ class StepSubmitter:
         return outputs, cross.alignment(model, gathered.alignment_parts, self.caches)
 
     def _sample(self, step: SubmittedStep, outputs: ModelOutputs) -> None:
-        """In the stream: sample on the leader. A device with its own memory stores the tokens for its next step."""
+        """In the stream: sample on the leader. A device with its own memory passes the tokens to the followers' devices
+        and to the next step."""
         inputs, batch, tables = step.gathered.memory.device_arrays, step.gathered.sampling_batch, self._device_tables
         num_samples = step.gathered.shape.samples
         sampled, table_rows = outputs.argmax_tokens[:num_samples], inputs.sample_table_rows[:num_samples]

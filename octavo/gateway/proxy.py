@@ -66,7 +66,7 @@ _OF_OPERATORS = tuple(
     )
 )  # fmt: skip
 _PAUSE_S = 1.0  # between two looks for a replica that can resume a stream
-_MAX_LOST = 2  # replicas that a request may lose: it may crash them
+_MAX_LOST = 2  # a request with which so many replicas were lost is refused: it may crash them
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,11 @@ class Proxy:
                     await self._try_model(Attempt(model, pinned_replica, request, client, retry, model is canary))
                     return
             except RequestError as error:
-                if error.status not in BUSY_STATUSES or client.has_answer:
+                if error.status not in BUSY_STATUSES or client.has_answer or self.is_stopping:
                     raise
                 if model is deployment or not errors:
                     errors = [error]
-        raise errors.pop()  # popped, as a variable would make a cycle with its traceback
+        raise errors.pop()  # popped: the traceback has this frame, and `errors` would close a reference cycle
 
     def _canary_of(
         self, deployment: Deployment, pinned_replica: Replica | None, request: ProxyRequest
@@ -205,13 +205,13 @@ class Proxy:
         deployment, retry = attempt.deployment, attempt.retry
         await deployment.wait_for_addresses()
         await attempt.request.body.prepare(deployment.served_name, reads_prefixes=_reads_prefixes(deployment))
-        may_start_again = True  # the model, once, if its last replica has died while it was asked
+        may_start_again = True  # once, if the model has stopped: its last replica died while it was asked
         while True:
             try:
                 # 1. Start the model, and have a long prompt computed elsewhere.
                 await self._start_if_needed(attempt)
                 attempt = await self._prefill_elsewhere(attempt)
-                if deployment.has_cut_off_requests:  # meanwhile
+                if deployment.has_cut_off_requests:  # while this request waited above
                     raise _stopping_error()
                 # 2. Ask its replicas.
                 await self._try_replicas(attempt)
@@ -253,6 +253,8 @@ class Proxy:
 
     async def _pause(self, attempt: Attempt) -> None:
         await self._keep_alive.during(asyncio.sleep(_PAUSE_S), "no replica can go on yet", attempt.client)
+        if self.is_stopping:
+            raise _stopping_error()
 
     async def _prefill_elsewhere(self, attempt: Attempt) -> Attempt:
         """Have another model's replica compute a long prompt, before a replica gets the request. Return the attempt
@@ -304,7 +306,8 @@ class Proxy:
         if replica.has_notes and not attempt.deployment.base.entry.is_local:  # no other gateway asks a local one
             names = written_names(replica.served_name, request.body.prefixes[0], request.session)
             headers += [(PROMPT_NAMES, names)] if names else []
-        # The timer's end may wait: if this wait is cancelled, all else is done.
+        # Outermost, as its exit may wait for a comment that is being sent: if that wait is cancelled, the answer is
+        # already closed and the replica no longer counted as busy.
         async with self._keep_alive.watch_silence(client, replica) as silence_timer:
             with attempt.deployment.in_flight(replica), contextlib.ExitStack() as closes_answer:
                 try:
@@ -315,16 +318,7 @@ class Proxy:
                     silence_timer.answer = answer
                     data = await answer.read()
                 except UpstreamError as error:
-                    is_unreachable = isinstance(error, UnreachableError)
-                    self._record(attempt, replica, Outcome.UNREACHABLE if is_unreachable else Outcome.LOST)
-                    logger.warning("%s: replica %s gave no answer: %s", attempt.deployment.name, replica.name, error)
-                    if not request.may_be_repeated and not is_unreachable:
-                        raise RequestError(
-                            f"Replica {replica.name} was lost while it had this request, and may have done it: look "
-                            f"before you send it again. {request.method} {request.path:.200} is sent to one replica "
-                            "only.", status=502, code="replica_lost",
-                        ) from None  # fmt: skip
-                    raise _TryAnother(f"replica {replica.name}: {error}") from None
+                    raise self._without_answer(attempt, replica, error) from None
                 outcome = attempt.classify(answer)
                 self._record(attempt, replica, outcome, answer)
                 if outcome is not Outcome.DELIVER:
@@ -334,9 +328,22 @@ class Proxy:
                     self._kept_items.note_created(request, attempt.deployment, replica, data, stream_id)
                 await self._forward_answer(attempt, replica, answer, data)
 
+    def _without_answer(self, attempt: Attempt, replica: Replica, error: UpstreamError) -> Exception:
+        """Record that a replica has sent no byte of an answer. Returns the error to raise."""
+        request, is_unreachable = attempt.request, isinstance(error, UnreachableError)
+        self._record(attempt, replica, Outcome.UNREACHABLE if is_unreachable else Outcome.LOST)
+        logger.warning("%s: replica %s gave no answer: %s", attempt.deployment.name, replica.name, error)
+        if request.may_be_repeated or is_unreachable:
+            return _TryAnother(f"replica {replica.name}: {error}")
+        return RequestError(
+            f"Replica {replica.name} was lost while it had this request, and may have done it: look before you send "
+            f"it again. {request.method} {request.path:.200} is sent to one replica only.",
+            status=502, code="replica_lost",
+        )  # fmt: skip
+
     def _record(self, attempt: Attempt, replica: Replica, outcome: Outcome, answer: Answer | None = None) -> None:
-        """Record the outcome with the breaker, the metrics and the retry state. Decides nothing. `answer` has
-        the outcomes that `Attempt.classify` has found; it is None for UNREACHABLE, LOST and BROKEN."""
+        """Record the outcome with the breaker, the metrics and the retry state. Decides nothing. `answer` is what
+        `Attempt.classify` has judged; connections that were lost come without one."""
         metrics, retry, progress, name = self._metrics, attempt.retry, attempt.client.progress, attempt.deployment.name
         match outcome:
             case Outcome.UNREACHABLE | Outcome.LOST:
@@ -361,6 +368,8 @@ class Proxy:
                 replica.breaker.fail()
                 retry.record_lost(has_new_tokens=progress.take_growth())
                 metrics.broken_streams.labels(name, replica.name).inc()
+            case Outcome.CUT_AFTER_END:
+                replica.breaker.fail()
             case Outcome.DELIVER:
                 assert answer is not None
                 replica.record_in_breaker(answer)
@@ -393,19 +402,19 @@ class Proxy:
         the stream, and `RequestError` if none can. Returns if the client's answer ends here: it has the last event, or
         the replica's own error event."""
         client, retry, name = attempt.client, attempt.retry, attempt.deployment.name
-        if client.progress.has_ended:  # only the end of the replica's connection is missing
-            replica.breaker.fail()
+        if client.progress.has_ended:
+            self._record(attempt, replica, Outcome.CUT_AFTER_END)
             return
         self._record(attempt, replica, Outcome.BROKEN)
         logger.warning("%s: replica %s was lost amid an answer: %s", name, replica.name, error)
         may_lose_another = retry.num_lost < _MAX_LOST and not self.is_stopping
-        can_be_resumed = client.progress.is_resumable and attempt.pinned_replica is None and may_lose_another
+        another_may_resume = client.progress.is_resumable and attempt.pinned_replica is None and may_lose_another
         # The replica ended the stream itself, with its own error event.
         has_own_error = client.progress.is_given_up and answer.is_whole
-        if has_own_error and not (can_be_resumed and attempt.untried_replicas()):
+        if has_own_error and not (another_may_resume and attempt.untried_replicas()):
             client.has_failed = True
             return
-        if can_be_resumed:
+        if another_may_resume:
             client.silent_since = time.monotonic()
             retry.resume_deadline = client.silent_since + self._limits.max_wait_s
             raise _TryAnother(f"replica {replica.name} was lost amid the answer: {error}")
@@ -432,7 +441,7 @@ class Proxy:
         except TimeoutError:
             what = "memory, which other models are using" if deployment.state == "waiting" else "its start"
             raise RequestError(
-                f"The model {deployment.name} was not there within {limit_s:.3g} s (--max-wait): it "
+                f"The model {deployment.name} was not there within {self._limits.max_wait_s:g} s (--max-wait): it "
                 f"waits for {what}.", status=503, code="model_not_ready", retry_after_s=retry_after_s,
             ) from None  # fmt: skip
         finally:

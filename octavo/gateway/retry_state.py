@@ -25,6 +25,7 @@ class Outcome(Enum):
     CANNOT_RESUME = "the replica began the stream again, or refused to resume it"
     DELIVER = "the client gets the answer"
     BROKEN = "the replica was lost amid an answer that the client was getting"
+    CUT_AFTER_END = "the client has the whole answer; only the end of the replica's connection is missing"
 
 
 class NextStep(Enum):

@@ -10,7 +10,8 @@ The states of a block, and what moves it there:
     dropped     not written; `num_disk_dropped` counts   `drop`, or the thread if the folder does not take the block
     cancelled   not written, and not counted             `cancel`, `remove`, `remove_all`
 
-A block enters a state before it leaves the one above. So other threads, which ask in this order, miss no block.
+A block enters a state before it leaves the one above. So a thread that asks for the states from the top down misses no
+block, but may see one twice.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class BlockWriter:
         self._saved_first = OrderedDict[BlockName, None]()  # blocks to save before others: unsaved, or on the device
         self._queue: deque[_Block | Callable[[], None]] = deque()
         self._queued: dict[BlockName, NDArray[np.uint8]] = {}  # the blocks of the queue, and the one being written
-        self._keep_until: dict[BlockName, float] = {}  # `time.time`, for pinned blocks: they are not written yet
+        self._keep_until: dict[BlockName, float] = {}  # `time.time`; only of pinned blocks that are still pending
         self._is_busy = False  # the thread writes a block or does a task
         self._stats = EngineStats()
         self._last_error, self._next_warning = "", 0.0  # of the thread
@@ -85,13 +86,13 @@ class BlockWriter:
 
     def is_pending(self, name: BlockName) -> bool:
         """Return whether a block is not written yet: on the device, unsaved or queued."""
-        return name in self.unsaved or name in self._queued or self._will_be_copied(name)
+        return self._will_be_copied(name) or name in self.unsaved or name in self._queued
 
     def _will_be_copied(self, name: BlockName) -> bool:
         """Return whether a block of a device is still to be copied to its host, and saved then."""
-        return self._host_tier is not None and self._host_tier.copies_later(name) and self._lacks(name)
+        return self._host_tier is not None and self._host_tier.copies_later(name) and self._needs_saving(name)
 
-    def _lacks(self, name: BlockName) -> bool:
+    def _needs_saving(self, name: BlockName) -> bool:
         """Return whether a block is neither queued nor written."""
         # In this order: the thread makes a block known before it takes it from the queue.
         return name not in self._queued and (self.is_removing_all or not self._files.knows(name))
@@ -99,14 +100,14 @@ class BlockWriter:
     def add(self, name: BlockName, block: int) -> None:
         """Note that a pool has a block: it is unsaved, unless it is queued or written."""
         with self._changed:
-            if self._lacks(name):
+            if self._needs_saving(name):
                 self.unsaved[name] = block
             else:
                 self._unpin_written(name)
 
     def add_if_lost(self, name: BlockName) -> None:
         """Have a block of the pools or of the device saved, if the folder has lost it."""
-        if not self._lacks(name):
+        if not self._needs_saving(name):
             self._unpin_written(name)
         elif (block := self._pools.lookup(name)) is not None:
             self.add(name, block)
@@ -114,8 +115,8 @@ class BlockWriter:
             self._host_tier.entered(name, block)
 
     def _unpin_written(self, name: BlockName) -> None:
-        """Forget the pin of a block that has been written. `_write_block` forgets the others: not that of a block which
-        was on the device when it was pinned, and which another server has written since."""
+        """Forget the pin of a block that the folder has. `_write_block` forgets the pins of blocks that it writes; it
+        never writes a block that was pinned on the device and that another server has written since."""
         if name not in self.unsaved and name not in self._queued:
             self.cancel(name)
 
@@ -155,7 +156,7 @@ class BlockWriter:
         """Drop the queue, and have the thread remove all files of the folder."""
         with self._changed:
             self._keep_until.clear()
-            self._queue.clear()  # tasks too: the files they are about are removed; peers' copies wait for their time
+            self._queue.clear()  # tasks too: their files are removed anyway; a peer's copy ends at its time limit
             self._queued.clear()
             self.queued_bytes = 0
             self.is_removing_all = True

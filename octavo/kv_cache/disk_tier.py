@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _QUEUE_BYTES = 64 << 20  # of queued blocks
 _IDLE_QUEUE_BYTES = 4 << 20  # the limit while the engine is idle, so that the writer is done when the next step begins
-_MOST_PASSED = 64  # how many unsaved blocks `_next_savable` looks at for one that is not being copied
+_MOST_PASSED = 64  # unsaved blocks that `_next_savable` looks at before it gives up: all of them are being copied
 _BUSY_SHARE = 0.003  # the share of a busy engine's time for saving, the writer's time included
 _GPU_BUSY_SHARE = 0.03  # on GPUs: there the writer delays no step, and blocks are copied while a step is computed
 _INITIAL_EVICTION_SAVE_S = 1.0  # for saves at eviction, before disk hits have gained any time
@@ -137,7 +137,7 @@ class DiskTier:
 
     def leaves(self, name: BlockName, block: int) -> None:
         """Save an unsaved block that is about to be overwritten. Drop it instead if the queue is full, if a copy to it
-        is under way, or if neither a session keeps it nor disk hits have gained the time."""
+        is under way, or if `_eviction_save_s` is spent and no session keeps the block."""
         if name not in self.writer.unsaved:
             return
         self._eviction_save_s = min(self._eviction_save_s + self.fetches.take_gained_s(), _MAX_EVICTION_SAVE_S)
@@ -162,13 +162,14 @@ class DiskTier:
                 self._save(name)
 
     def _save_in_share(self, step_s: float) -> None:
+        """Save blocks until this step's share of time, and what is left of earlier ones, is used."""
         share = _BUSY_SHARE if self._host_tier is None else _GPU_BUSY_SHARE
         self._busy_save_s = min(self._busy_save_s + share * step_s, _MAX_BUSY_SAVE_S)
         if self._busy_save_s <= 0 or self._next_savable() is None:
             return
         wait_s = self._wait_for_workers()
         self._busy_save_s -= wait_s
-        max_overdraft_s = 2 * wait_s  # waiting pays only if about as much time is used for saving
+        max_overdraft_s = 2 * wait_s  # the wait, and as long again for saving: with less the wait would not pay
         while self._busy_save_s > -max_overdraft_s and (name := self._next_savable()) is not None:
             self._busy_save_s -= self._save(name)
 

@@ -128,14 +128,14 @@ class Decoder:
         return blocks
 
     def _ignore_other_weights(self, weights: Weights) -> None:
-        """Have `Weights.check_all_taken` accept that tensors which only other stages use, or no stage, are not taken.
-        A prefix may also be of a reused layer that this stage shares with another one: tensors that are taken are not
-        affected. Call this before `check_all_taken`."""
+        """Name the tensors that this stage leaves, those of other stages and those of no stage, so that
+        `Weights.check_all_taken` does not report them. Call this before it. A prefix may name a reused layer that this
+        stage has too: what was taken stays taken."""
         description = self.description
         checkpoint_layers, stage = description.checkpoint_layers, description.stage
         # Other stages' layers, and layers after the last that are not used, such as multi-token prediction's.
         others = [checkpoint_layer for i, checkpoint_layer in enumerate(checkpoint_layers) if i not in stage]
-        first_unused = max(checkpoint_layers, default=-1) + 1  # parts that are measured may have no layer
+        first_unused = max(checkpoint_layers, default=-1) + 1  # default: a part that `planning` measures has no layer
         for checkpoint_layer in (*others, *range(first_unused, first_unused + description.num_unused_layers)):
             weights.ignore(f"{description.layer_prefix}{checkpoint_layer}.")
         # A checkpoint has the weights of reused layers outside of its layers.
@@ -248,7 +248,7 @@ class Decoder:
         """Return the residual streams [T, streams * H] after this stage's layers."""
         caches_by_layer = self._resolve_caches(batch, caches)
         padded_embedding = None if copies is None else copies.padded_embedding
-        deferred_by_layer: dict[int, Array] = {}  # an earlier layer's output, by the layer after which it is added
+        deferred_by_layer: dict[int, Array] = {}  # outputs of earlier layers, by the layer after which each is added
         for layer, block in self._blocks.items():
             if self._on_layer_input is not None:
                 self._on_layer_input(layer, residual)

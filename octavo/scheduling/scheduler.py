@@ -80,8 +80,9 @@ class Scheduler:
     may be called before the plan's result is known. A plan runs ahead:
 
     - with pipeline stages, always
-    - on a device that runs ahead, unless `Speculation.must_wait`, rows have draft tokens, or more than the share
-      `step._MAX_SKIPPED` of its sequences need their tokens on the host; if fewer do, these skip the next step
+    - on a device that runs ahead, but not if `Speculation.must_wait`, not if rows have draft tokens, and not if many
+      sequences need their tokens on the host before their next step (`Step.mark_in_flight`). If only a few need them,
+      the plan runs ahead and these few skip the next step
     - on other devices, never
     """
 
@@ -168,12 +169,12 @@ class Scheduler:
             self._add_draft_tokens(step)
             # 3. Admit waiting sequences.
             self._schedule_waiting(step)
-        # 4. Nothing was planned, no step is in flight, and yet sequences run: all of them are held beams, and they have
-        #    the blocks or rows that a waiting beam of their search needs. Preempt from the end until a waiting sequence
-        #    starts.
-        while not (self._in_flight or step.sequences) and self.queues.running:
-            self._preempt(self.queues.running[-1])
-            self._schedule_waiting(step)
+        # 4. Nothing was planned, no step is in flight, and yet sequences run: all of them are held beams. They wait for
+        #    a beam of their search that is in `waiting`. Preempt them from the end until a waiting sequence starts. Try
+        #    first: a sequence that has just preempted itself may have left room.
+        if not (self._in_flight or step.sequences) and self.queues.running:
+            while not self._schedule_waiting(step) and self.queues.running:
+                self._preempt(self.queues.running[-1])
         # 5. Add the copies of blocks and the loads of adapters that come before the rows.
         self._add_memory_changes(step)
         if plan.rows:
@@ -208,8 +209,8 @@ class Scheduler:
 
     def _schedule_running(self, step: Step) -> bool:
         """Schedule running sequences in order. Returns False if neither draft tokens nor waiting sequences may be
-        added: a sequence was preempted, or nothing is planned yet and the sequence at hand needs blocks that steps in
-        flight may free."""
+        added: a sequence was preempted; or a sequence lacks blocks while nothing is planned yet, and is to wait for
+        those that steps in flight may free."""
         # The queue itself, not a copy: `_preempt` removes entries from its end, `_admit_ahead_of` inserts entries
         # before `index` and returns the new index.
         running = self.queues.running
@@ -305,10 +306,11 @@ class Scheduler:
                     break
                 i += 1
                 continue
-            may_wait = not (self._in_flight or step.sequences)  # nothing else can run
+            may_wait = not (self._in_flight or step.sequences)  # `prepare` may block this thread: nothing else can run
             if self.fetches is not None and (readiness := self.fetches.prepare(seq, may_wait)) is not Readiness.READY:
-                # NO_ROOM: sequences that run will free the blocks that this one waits for, so no later one may take
-                # them: stop. If nothing runs, the blocks were read from disk for a later sequence: go on to that one.
+                # NO_ROOM: the pools have no room for the blocks to read. If sequences run, they will free some: stop,
+                # so that no later sequence takes these. If nothing runs, the pools are full of blocks that were read
+                # for later sequences: go on, so that one of those starts.
                 if readiness is Readiness.NO_ROOM and (step.sequences or self.queues.running):
                     break
                 i += 1
@@ -386,9 +388,9 @@ class Scheduler:
         if self.queues.adapters is not None:
             plan.adapters = self.queues.adapters.take_loads()
             step.group_by_adapter()
-        # A plan without rows is not executed, so it must have no moves or loads. Blocks are loaded only for a sequence
-        # that then gets a row. A preemption swaps blocks out only where a sequence is planned after it: in
-        # `_schedule_running` the one that grows, in step 4 of `schedule` the one that starts.
+        # A plan without rows is never executed: its moves and loads would be lost. It has none, as blocks are loaded
+        # only for a sequence that gets a row, and after a preemption (which may swap out) a row is planned: in
+        # `_schedule_running` that of the sequence that grows, in step 4 of `schedule` that of the one that starts.
         assert plan.rows or not plan.adapters
         assert plan.rows or not any(plan.moves)
 

@@ -34,6 +34,22 @@ def test_draining_lets_requests_end_and_refuses_new_ones(clock: Clock) -> None:
     clock.run(run())
 
 
+def test_a_request_whose_replica_is_lost_while_the_gateway_stops_begins_no_fallback(clock: Clock) -> None:
+    async def run() -> None:
+        async def stop_and_die(asked: Asked) -> None:
+            gate.server.stop()
+            await until(lambda: gate.server.app.is_stopping)
+            asked.die()
+
+        launch = FakeLaunch(stop_and_die)
+        async with gateway({"a": {"fallbacks": ["b"]}, "b": {}}, launch) as gate:
+            answer = await gate.ask()
+            assert answer.status_code == 503 and "stopping" in answer.text
+            assert launch.begun == ["a"]
+
+    clock.run(run())
+
+
 async def stream_to_its_end(gate: Any) -> bytes:
     """Return a stream of model a, whose first piece stops the gateway."""
     async with gate.http.stream("POST", "/v1/completions", json={"model": "a", "stream": True}) as response:

@@ -335,7 +335,10 @@ def test_a_stream_whose_time_to_be_resumed_ends_between_two_starts_waits_for_no_
     clock.run(run())
 
 
-def test_a_stream_that_is_cut_off_while_it_waits_for_a_busy_replica_does_not_ask_it_again(clock: Clock) -> None:
+@pytest.mark.parametrize("shutdown_timeout", [0.1, 100.0])
+def test_a_stream_that_waits_for_a_busy_replica_does_not_ask_it_again_once_the_gateway_stops(
+    clock: Clock, shutdown_timeout: float
+) -> None:
     async def run() -> None:
         async def be_busy(asked: Asked) -> None:
             asked.reply(b"{}", 503)
@@ -346,7 +349,8 @@ def test_a_stream_that_is_cut_off_while_it_waits_for_a_busy_replica_does_not_ask
                 one.behave = be_busy
             await replica(3)(asked)
 
-        async with fake_servers(lose, lose) as servers, gateway(at(servers), shutdown_timeout=0.1) as gate:
+        options = {"shutdown_timeout": shutdown_timeout}
+        async with fake_servers(lose, lose) as servers, gateway(at(servers), **options) as gate:
             answer = await gate.ask(stream=True)
             assert b'"code":"stopping"' in answer.content
             assert [len(one.asked) for one in servers] == [1, 1]

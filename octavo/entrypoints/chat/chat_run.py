@@ -112,18 +112,18 @@ class ChatPrompt:
         sink: EventSink | None = None,
         write: Callable[[AnswerPart], bytes] | None = None,
     ) -> ChatAnswers:
-        """Check the request. Reading the first output of the returned answers sends it to the engine. Outputs go to
-        `sink` as they come, or with `write` to a new sink that writes their parts. If the prompt has earlier answers,
-        `resumable.recalled_prompt` gets its tokens. Raises `RequestError`."""
+        """Check the request, and return its answers. The engine gets it only when their first output is read. Give
+        `sink`, or `write`, which makes one: `write` turns each part into the bytes that are sent. If earlier answers
+        gave tokens for the prompt, `resumable.recalled_prompt` gets them. Raises `RequestError`."""
         assert sink is None or write is None
         if write is not None:  # no output comes before `answers` are there
             sink = EventSink(lambda output: b"".join(map(write, answers.parts_of(output))))
-        chosen: AnswerFormat | None = None
+        chosen_format: AnswerFormat | None = None
 
         def make_prompt() -> PreparedPrompt:
-            nonlocal chosen
-            made, chosen = self._render_and_choose_format(history, media_files)
-            return made
+            nonlocal chosen_format
+            prepared, chosen_format = self._render_and_choose_format(history, media_files)
+            return prepared
 
         with naming_prompt("messages"):
             async with self._history_and_media() as (history, media_files):
@@ -138,13 +138,13 @@ class ChatPrompt:
                     sink=sink,
                     only_renders=self._only_renders,
                 )
-        assert chosen is not None, "`ServerState.submit` makes the prompt"
+        assert chosen_format is not None, "`ServerState.submit` makes the prompt"
         recalled = None if history is None else history.recalled
         # Also if it is None: a retry with fewer turns (`truncation` "auto") must not keep the last try's prompt.
         resumable.recalled_prompt = None if recalled is None else recalled.token_ids
         if history is not None:
             outputs = history.remember_outputs(prompt, outputs)
-        answers = ChatAnswers(self._state, self._params, resumable, sink, response_id, prompt, chosen, outputs)
+        answers = ChatAnswers(self._state, self._params, resumable, sink, response_id, prompt, chosen_format, outputs)
         return answers
 
     async def count_tokens(self, length: int) -> int:
@@ -155,18 +155,19 @@ class ChatPrompt:
             return await run_off_loop(count, length=length, media=self._media_kinds)
 
     def _count(self, history: AnswerRecall | None, media_files: Mapping[str, bytes]) -> int:
-        made, _ = self._render_and_choose_format(history, media_files)
-        if history is not None and history.recalled is not None:
-            return len(history.recalled.token_ids)
-        if not isinstance(made.prompt, str):
+        prepared, _ = self._render_and_choose_format(history, media_files)
+        if not isinstance(prepared.prompt, str):
+            assert isinstance(prepared.prompt, dict)
+            if "prompt_token_ids" in prepared.prompt:  # with earlier answers, or of a resumed stream
+                return len(prepared.prompt["prompt_token_ids"])
             raise RequestError("the tokens of a prompt with prompt_embeds cannot be counted.", param="messages")
-        return self._state.engine.inputs.count(made.prompt, made.media, made.add_special_tokens)
+        return self._state.engine.inputs.count(prepared.prompt, prepared.media, prepared.add_special_tokens)
 
     @asynccontextmanager
     async def _history_and_media(self) -> AsyncGenerator[tuple[AnswerRecall | None, Mapping[str, bytes]], None]:
-        """Load the server's earlier answers and fetch the media files. Yields the answers, or None if the prompt may
-        not have their tokens, and the files by URL. `media_fetch_slots` limits how many requests hold files in memory:
-        use them only in this context. Raises `RequestError`."""
+        """Load the server's earlier answers and fetch the media files. Yields the answers, or None if they are no use
+        for this prompt, and the files by URL. Use the files only in this context: it holds one of `media_fetch_slots`,
+        which limit how many requests have files in memory. Raises `RequestError`."""
         media, history = self._media_parts, None
         if not media and (memory := self._state.answers) is not None and can_recall(self._body):
             history = await AnswerRecall.load(memory, self._body, self._state)
@@ -186,17 +187,22 @@ class ChatPrompt:
         media, placeholders = self._decode_media(media_files)
         # 2. Render the prompt.
         prompt = self._render(placeholders)
-        # 3. Choose the format of the answers. The reader must see its marks, even if they are special tokens.
-        chosen = answer_format(body, state.formats, prompt, checks_calls=self._checks_calls)
-        shows_special_tokens = any(map(state.engine.inputs.has_special_token, chosen.marks))
+        # 3. Choose the format of the answers. If its marks are special tokens, these stay in the text for the reader.
+        chosen_format = answer_format(body, state.formats, prompt, checks_calls=self._checks_calls)
+        shows_special_tokens = any(map(state.engine.inputs.has_special_token, chosen_format.marks))
         # 4. Choose the grammar of the answers.
-        budget = state.thinking_budget(body.thinking_token_budget, chosen.reasoning, chosen.call_marks)
+        budget = state.thinking_budget(body.thinking_token_budget, chosen_format.reasoning, chosen_format.call_marks)
         grammar = wanted_grammar(
-            body, chosen, state.formats, self._params.structured_outputs, state.engine.inputs.special_tokens, budget
+            body,
+            chosen_format,
+            state.formats,
+            self._params.structured_outputs,
+            state.engine.inputs.special_tokens,
+            budget,
         )
-        # 5. Find the tokens of the prompt.
-        made = self._with_known_tokens(prompt, grammar, media, history)
-        return msgspec.structs.replace(made, shows_special_tokens=shows_special_tokens), chosen
+        # 5. Take the prompt's tokens from where they are known; else leave its text to the tokenizer.
+        prepared = self._with_known_tokens(prompt, grammar, media, history)
+        return msgspec.structs.replace(prepared, shows_special_tokens=shows_special_tokens), chosen_format
 
     def _with_known_tokens(
         self,
@@ -208,9 +214,9 @@ class ChatPrompt:
         """Return the prompt, with the tokens that earlier answers or a resumed stream have for it. Raises
         `RequestError`."""
         body = self._body
-        # 1. Reuse the tokens of earlier answers, if any are found. Such a prompt has neither media nor embeddings.
-        #    `recall` returns None for a stream that is resumed, and without earlier answers; it notes the prompt's text
-        #    for `remember_outputs` in any case.
+        # 1. Reuse the tokens of earlier answers, if any are found. Such a prompt has neither media nor embeddings. Call
+        #    `recall` in any case: it notes the prompt's text for `remember_outputs`. It returns None if `resume` has
+        #    tokens or a prompt: those come from another server.
         if history is not None and (recalled := history.recall(prompt)) is not None:
             tokens = {"prompt": prompt, "prompt_token_ids": recalled.token_ids}
             return PreparedPrompt(tokens, add_special_tokens=False, grammar=grammar)
@@ -326,7 +332,7 @@ class ChatAnswers:
         self._count_reasoning(completion)
         reader = self._readers[index]
         reason, stop_reason = completion.finish_reason, completion.stop_reason
-        is_cut = reason != "stop" or isinstance(stop_reason, str)
+        is_cut = reason != "stop" or isinstance(stop_reason, str)  # read at the end only; str: a stop string
         deltas = reader.add(completion.text, is_end=is_end, is_cut=is_cut)
         return ReadOutput(deltas, reader.finish_reason(reason), reader.stop_reason(reason, stop_reason))
 

@@ -865,6 +865,9 @@ def test_a_response_that_is_stored_is_not_replaced_by_one_with_its_id(http: http
     assert "secret" in http.get(f"/v1/responses/{about['id']}").text
     for fields in ({"include": ["message.output_text.logprobs"]}, {"background": True}):
         assert resumable(http, **fields)[0] == {}
+    body = {"model": MODEL, "input": "Hi", "stream": True, "resume": {**about, "tokens": [[1]], "prompt": [1, 2, 3]}}
+    counted = http.post("/v1/responses/input_tokens", json=body).json()
+    assert counted["input_tokens"] == 3, counted
     for fields in ({"stream": False}, {"background": True}, {"top_logprobs": 2}, {"resume": {**about, "id": "resp_1"}}):
         body = {"model": MODEL, "input": "Hi", "stream": True, "resume": {**about, "tokens": []}, **fields}
         refused = http.post("/v1/responses", json=body)
