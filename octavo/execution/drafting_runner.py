@@ -112,3 +112,13 @@ class DraftingRunner:
         """Return whether the tables of these groups have any of the blocks for a row of a step that waits."""
         rows = sorted({planned.row for step in self._waiting if not step.is_done for planned in step.plan.rows})
         return bool(np.isin(self._runner.sequence_table.blocks[np.ix_(groups, rows)], blocks).any())
+
+    def waiting_steps_move(self, pool: int, blocks: Sequence[int], of_host: bool) -> bool:
+        """Return whether the plan of a step that waits moves any of the blocks of a pool, or of its host blocks
+        (`of_host`)."""
+        moved = set[int]()
+        for moves in (step.plan.moves[pool] for step in self._waiting if not step.is_done and step.plan.moves):
+            moved.update(block for move in moves.copy for block in move if not of_host)
+            moved.update(move[of_host] for move in moves.swap_out)
+            moved.update(move[not of_host] for move in moves.swap_in)
+        return not moved.isdisjoint(blocks)

@@ -467,11 +467,15 @@ class Worker:
 
     def waiting_steps_use(self, pool: int, blocks: Sequence[int]) -> bool:
         """Return whether a step whose drafts are made, but which waits for earlier stages, may use blocks in the host's
-        memory. On GPUs none does: the moves of its plan were made with the drafts."""
-        if self._drafting is None or not self._device.shares_memory:
+        memory. The moves of its plan were made here with the drafts; other workers of the stage still have to make
+        them. On GPUs rows use no blocks of the host."""
+        if self._drafting is None:
             return False
+        of_host = not self._device.shares_memory
+        if not self._worker_group.shard.is_whole and self._drafting.waiting_steps_move(pool, blocks, of_host):
+            return True
         groups = [number for number, group in enumerate(self.groups) if group.pool == pool]
-        return self._drafting.waiting_steps_use(groups, blocks)
+        return not of_host and self._drafting.waiting_steps_use(groups, blocks)
 
     def move_blocks(self, moves: Sequence[BlockMoves]) -> None:
         """Move blocks outside of a step, after all steps submitted before. What the device lacks memory for is moved

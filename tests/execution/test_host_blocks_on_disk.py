@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,16 +19,20 @@ import torch
 from octavo.config import DiskCacheConfig, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.execution.block_mover import BlockMover
+from octavo.execution.drafting_runner import DraftingRunner
 from octavo.execution.executor import MultiprocExecutor
+from octavo.execution.stage_links import WorkerRank
+from octavo.execution.worker import Worker
 from octavo.kv_cache import disk_fetches, host_tier
 from octavo.kv_cache.block_pool import BlockName
 from octavo.kv_cache.reader_threads import ReaderThreads
+from octavo.layers.tensor_parallel import Shard
 from octavo.ops import LayerKVCache
 from octavo.request import EngineRequest, Prompt
 from octavo.sampling_params import SamplingParams
 from octavo.stats import EngineStats
 from octavo.step_cost import ReadCost
-from octavo.step_plan import BlockMoves
+from octavo.step_plan import BlockMoves, StepPlan
 from tests.execution.late_device import LateDevice
 from tests.execution.test_draft_model import assert_same, run_with_right_guesses, sometimes
 from tests.execution.test_host_tier import KINDS, LoadedBlocks
@@ -241,6 +245,31 @@ def test_copies_of_steps_that_are_finished_are_not_waited_for() -> None:
     executor._num_submitted, executor._unwritten = 1, deque()
     assert executor.is_settled(0, [2]) and not executor.is_settled(0, [3])
     assert executor.is_settled(0, [3], waits=True) and executor.is_settled(0, [3])
+
+
+@pytest.mark.parametrize(
+    ("of_host", "moves", "used"),
+    [
+        (True, BlockMoves(swap_in=[(2, 3)]), {2}), (True, BlockMoves(swap_out=[(2, 3)]), {3}),
+        (True, BlockMoves(copy=[(2, 3)]), set()), (False, BlockMoves(copy=[(2, 3)]), {2, 3}),
+        (False, BlockMoves(swap_in=[(2, 3)]), {3}), (False, BlockMoves(swap_out=[(2, 3)]), {2}),
+    ],
+)  # fmt: skip
+def test_blocks_that_others_of_a_stage_still_have_to_move_are_not_overwritten(
+    of_host: bool, moves: BlockMoves, used: set[int]
+) -> None:
+    """They get the plan of a step that waits for earlier stages when the first worker computes it."""
+
+    def found(size: int, is_done: bool = False) -> set[int]:
+        group: Any = SimpleNamespace(shard=Shard(0, size), worker_rank=WorkerRank(1, 2, Shard(0, size)))
+        runner: Any = SimpleNamespace(sequence_table=SimpleNamespace(blocks=np.zeros((1, 1, 1), np.int32)))
+        worker: Any = Worker.__new__(Worker)
+        worker._worker_group, worker._device = group, SimpleNamespace(shares_memory=not of_host)
+        worker.groups, worker._drafting = [SimpleNamespace(pool=0)], DraftingRunner(runner, cast(Any, None), group)
+        worker._drafting._waiting.append(SimpleNamespace(is_done=is_done, plan=StepPlan(moves=[moves])))
+        return {block for block in range(1, 5) if worker.waiting_steps_use(0, [block])}
+
+    assert found(2) == used and found(2, is_done=True) == found(1) == set()
 
 
 def test_other_hardware_finds_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
