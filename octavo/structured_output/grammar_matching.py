@@ -76,10 +76,12 @@ class GrammarCompiler:
             done: Future[None] = Future()
             done.set_result(None)
             return done
-        self.load_vocabulary()
+        vocabulary = self.load_vocabulary()
         assert self._pool is not None
 
         def compile_it() -> None:
+            # This future, not a newer one: a vocabulary that is made again may wait for a thread, as this task does.
+            vocabulary.result()
             self._compile(grammar)
 
         return self._pool.submit(compile_it)

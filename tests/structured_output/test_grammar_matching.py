@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -191,6 +192,31 @@ def test_a_tokenizer_that_cannot_give_a_vocabulary_is_read_once_and_one_that_can
     for _ in range(2):
         assert compiler.prepare("{}", compiler).exception() is error
     assert failing.call_count == num_tries
+
+
+def test_a_vocabulary_that_is_made_again_does_not_wait_for_grammars_that_wait_for_it(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, may_fail, may_go_on = compiler._make_vocabulary, threading.Event(), threading.Event()
+
+    def fail_at_first() -> Any:
+        monkeypatch.setattr(compiler, "_make_vocabulary", make)
+        may_fail.wait()
+        raise OSError("the disk is slow")
+
+    monkeypatch.setattr(compiler, "_make_vocabulary", fail_at_first)
+    failed = compiler.load_vocabulary()
+    pool = compiler._pool
+    assert pool is not None
+    for _ in range(pool._max_workers):  # one more than there are threads left
+        pool.submit(may_go_on.wait)
+    waiting = [compiler.prepare(make_grammar(StructuredOutputsParams(choice=[letter])), compiler) for letter in "cdef"]
+    may_fail.set()
+    assert isinstance(failed.exception(), OSError)
+    later = compiler.prepare(make_grammar(StructuredOutputsParams(choice=["z"])), compiler)
+    may_go_on.set()
+    assert all(isinstance(one.exception(), OSError) for one in waiting)
+    assert later.result() is None
 
 
 def test_a_grammar_is_kept_as_long_as_a_request_has_it(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
