@@ -323,7 +323,7 @@ class EngineCore:
                 left.append(one.grammar)
         if left:
             wait(left, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
-        else:  # paused requests leave no room for an adapter
+        else:  # nothing is being read or compiled: adapters or media wait for room
             time.sleep(_PREPARE_WAIT_S)
 
     def _queue_prepared(self) -> None:

@@ -21,6 +21,7 @@ logger = logging.getLogger("octavo.gateway")
 
 STOP_TIMEOUT_S = 30.0  # from SIGTERM to SIGKILL: longer than a server drains and saves its cache
 _MAX_LINE_BYTES = 1 << 20
+_MAX_ERROR_CHARACTERS = 2000  # of an error of several lines, before its last one
 # Processor time that shows progress, in seconds or as a share of the time that a start may take without progress: less
 # is what timers of a server that hangs take.
 _SIGN_S, _SIGN_SHARE = 1.0, 0.01
@@ -161,8 +162,8 @@ class ServeProcess:
             if not self.address:
                 return  # `StartError` has it, and its handler logs it
         elif self._has_refused and not self.address and not record:
-            if further := message.strip():  # a line of the error
-                self._error_line += f"; {further}"
+            if (further := message.strip()) and len(self._error_line) < _MAX_ERROR_CHARACTERS:
+                self._error_line += f"; {further[:_MAX_ERROR_CHARACTERS]}"  # a line of the error
             return
         elif not self.address and not record and message.strip():
             self._error_line = message  # the last line of a traceback

@@ -29,6 +29,14 @@ def test_the_reason_of_a_start_that_fails_is_said_once_by_who_asked_for_it(
     assert [record.getMessage() for record in caplog.records] == ["m: it begins"]
 
 
+def test_an_error_of_very_many_lines_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = f"print({REASON!r}); print('a warning\\n' * 9999); raise SystemExit(1)"
+    monkeypatch.setattr("octavo.gateway.serve_process.server_command", lambda *_: [sys.executable, "-c", program])
+    with pytest.raises(StartError, match=f"{REASON}; a warning; a warning") as caught:
+        asyncio.run(ServeProcess.start("m", ModelEntry()))
+    assert len(str(caught.value)) < 2100
+
+
 def test_a_server_knows_the_aliases_of_its_model_as_lines_of_batches_may_name_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

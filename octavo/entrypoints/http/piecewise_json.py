@@ -1,17 +1,35 @@
-"""Writes the JSON of large answers, such as log-probabilities of a long prompt or many embeddings.
+"""Writes the JSON of large answers, such as log-probabilities of a long prompt or many embeddings, and writes and reads
+the lists of the store.
 
-A serializer holds the interpreter's lock during a call. Here each call writes a limited number of values, so that the
-event loop runs between calls while a thread writes the answer.
+A serializer holds the interpreter's lock during a call. Here each call has a limited number of values, so that the
+event loop runs between calls while a thread does the work.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel
 from pydantic_core import to_json
 
 _PLAIN = frozenset((int, float, str, bool, type(None)))  # types of single values
 MAX_PIECE_VALUES = 1000  # written in one call; a text counts as one value
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder().decode
+
+
+def pack(values: Iterable[dict[str, Any]]) -> bytes:
+    """Return objects as lines of JSON, which are written and read one by one: a call for all of them would hold the
+    interpreter's lock, for a second if they are many."""
+    return b"\n".join([_encode(value) for value in values])
+
+
+def unpack(packed: bytes | None) -> list[dict[str, Any]]:
+    """Return the objects that `pack` has packed."""
+    if packed is not None and packed.startswith(b"["):  # a list of all, which earlier versions wrote
+        whole: list[dict[str, Any]] = _decode(packed)
+        return whole
+    return [_decode(line) for line in packed.split(b"\n")] if packed else []
 
 
 def is_large(value: object) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from types import coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -28,24 +28,9 @@ from octavo.outputs import RequestOutput
 T = TypeVar("T")
 
 encode_json = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder().decode
 DONE = b"data: [DONE]\n\n"
 STARTED_AT_ONCE = 16  # requests of one body that start at once
 SERVER_SEND = "octavo.server_send"  # scope key of the `send` that no middleware has wrapped
-
-
-def pack(values: Iterable[dict[str, Any]]) -> bytes:
-    """Return objects as lines of JSON, which are written and read one by one: a call for all of them would hold the
-    interpreter's lock, for a second if they are many."""
-    return b"\n".join([encode_json(value) for value in values])
-
-
-def unpack(packed: bytes | None) -> list[dict[str, Any]]:
-    """Return the objects that `pack` has packed."""
-    if packed is not None and packed.startswith(b"["):  # a list of all, which earlier versions wrote
-        whole: list[dict[str, Any]] = _decode(packed)
-        return whole
-    return [_decode(line) for line in packed.split(b"\n")] if packed else []
 
 
 class ChunkWriter:

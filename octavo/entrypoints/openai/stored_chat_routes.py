@@ -10,10 +10,11 @@ from starlette.responses import Response
 
 from octavo.entrypoints.http.body_fields import Metadata, RequestBody
 from octavo.entrypoints.http.pagination import MAX_LIMIT, Deleted, Page, page_query
+from octavo.entrypoints.http.piecewise_json import unpack
 from octavo.entrypoints.http.router import Router
 from octavo.entrypoints.http.server_state import state_of
 from octavo.entrypoints.http.store import Database, Stored
-from octavo.entrypoints.http.streaming import encode_json, unpack
+from octavo.entrypoints.http.streaming import encode_json
 from octavo.entrypoints.openai.stored_chats import KIND
 from octavo.errors import RequestError
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from octavo.engine.off_loop import MAX_INLINE_LENGTH, run_off_loop
 from octavo.entrypoints.chat.media_parts import as_sent
-from octavo.entrypoints.http.piecewise_json import encode_in_pieces, is_large
+from octavo.entrypoints.http.piecewise_json import encode_in_pieces, is_large, pack
 from octavo.entrypoints.http.server_state import ServerState, num_body_bytes
-from octavo.entrypoints.http.streaming import encode_json, pack
+from octavo.entrypoints.http.streaming import encode_json
 from octavo.entrypoints.openai.chat_messages import ChatMessage
 from octavo.entrypoints.openai.request_bodies import ChatCompletionRequest
 from octavo.entrypoints.openai.response_bodies import ChatCompletionResponse

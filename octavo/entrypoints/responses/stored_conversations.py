@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+from octavo.entrypoints.http.piecewise_json import pack, unpack
 from octavo.entrypoints.http.store import Database, Stored
-from octavo.entrypoints.http.streaming import encode_json, pack, unpack
+from octavo.entrypoints.http.streaming import encode_json
 from octavo.entrypoints.responses.items import Item
 from octavo.errors import RequestError
 

@@ -8,8 +8,9 @@ import httpx
 import openai
 import pytest
 
+from octavo.entrypoints.http.piecewise_json import pack, unpack
 from octavo.entrypoints.http.store import Database
-from octavo.entrypoints.http.streaming import encode_json, pack, unpack
+from octavo.entrypoints.http.streaming import encode_json
 from octavo.entrypoints.responses import stored_conversations, stored_responses
 from octavo.errors import RequestError
 from tests.entrypoints.fake_engine import MODEL, FakeEngine, serving
